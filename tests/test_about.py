@@ -49,11 +49,20 @@ def test_the_files_that_a_run_will_write(tmp_path: Path) -> None:
     assert fewer == f"{files}, {page} {kept}, then runs cp {{checkpoint}} there; metrics go to tensorboard"
 
 
-@pytest.mark.parametrize(("size", "limit"), [("auto", "25 % of the free memory"), (2048, "2,048 MiB")])
-def test_memory_and_largest_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: object, limit: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "limit", "rows", "batch"),
+    [
+        ("auto", "25 % of the free memory", "auto", "64 responses at once, or fewer by memory"),
+        (2048, "2,048 MiB", 48, "48 responses at once"),
+    ],
+)
+def test_memory_with_the_largest_cache_and_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: object, limit: str, rows: object, batch: str
+) -> None:
     monkeypatch.setattr("tlt.run.about.free_bytes", lambda device: 5 * 2**29)
-    config = tiny_config(tmp_path, engine={"kv_memory_mb": size})
-    expected = f"memory: 2.5 GiB free on this machine; key-value cache: at most {limit} (engine.kv_memory_mb)"
+    config = tiny_config(tmp_path, engine={"kv_memory_mb": size, "max_rows": rows})
+    cache = f"key-value cache: at most {limit} (engine.kv_memory_mb)"
+    expected = f"memory: 2.5 GiB free on this machine; {cache}; at most {batch} (engine.max_rows)"
     assert about_memory(config) == expected
 
 

@@ -45,8 +45,8 @@ def load_engine(
     """Return an engine for a model folder, a model on the Hugging Face hub, or the newest policy in a run's folder.
     `model`, `speculation` and `engine` are sections of a recipe or mappings of their fields; `model` may be a path.
 
-    `longest` is the largest number of tokens of a prompt and its response together (default: the model's limit). Only
-    vLLM uses it. Raises ConfigError, ModelError, DrafterError, CheckpointError or HubError."""
+    `longest` is the largest number of tokens of a prompt and its response together (default: the model's limit).
+    vLLM and `max_rows = "auto"` use it. Raises ConfigError, ModelError, DrafterError, CheckpointError or HubError."""
     named = {"path": str(model)} if isinstance(model, str | Path) else model
     model = section_of(ModelConfig, named, "model")
     model = model.model_copy(update={"path": str(policy_in(local_model(model.path)[0]))})

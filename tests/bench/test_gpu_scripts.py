@@ -116,7 +116,7 @@ def test_the_memory_of_training_is_measured_by_phase(tmp_path: Path, monkeypatch
 def test_a_batch_that_does_not_fit_the_cache_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     config = shapes.shape_config("tiny")
     target = shapes.random_target(config, torch.float32, CPU)
-    monkeypatch.setattr("tlt.engine.engine.cache_tokens", lambda *arguments: 1000)
+    monkeypatch.setattr("tlt.engine.memory.cache_tokens", lambda *arguments: 1000)
     case = gpu_rounds.Case(batch=2, context=500, chain=0, mixed=False)
     found = gpu_rounds.measure_rounds(target, config, case, 1, 1, None)
     assert found == {"skipped": "the key-value cache has room for 1000 tokens"}

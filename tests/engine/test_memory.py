@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -16,10 +17,9 @@ from tlt.attention.slot_memory import HeadShape
 from tlt.config import EngineConfig
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine import engine as engine_module
 from tlt.engine import memory
 from tlt.engine.engine import Engine
-from tlt.engine.memory import cache_tokens, free_bytes, return_freed_memory
+from tlt.engine.memory import cache_tokens, free_bytes, return_freed_memory, rows_that_fit
 from tlt.engine.tuner import Fixed
 from tlt.types import Prompt, Request, SamplingParams
 
@@ -83,7 +83,7 @@ def test_memory_for_other_purposes_is_left_free_on_a_device(monkeypatch: pytest.
 def test_other_memory_of_a_full_rollout_is_counted(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
     """Noise and hidden states of all rows take what was counted, apart from the logits."""
     counted = list[tuple[int, ...]]()
-    monkeypatch.setattr(engine_module, "cache_tokens", lambda mib, shape, *sizes: counted.append(sizes) or 4096)
+    monkeypatch.setattr(memory, "cache_tokens", lambda mib, shape, *sizes: counted.append(sizes) or 4096)
     strategy, layout = (Strategy("random", depth), FeatureLayout((0,), 16)) if depth else (PLAIN, None)
     vocab_size = make_model().decoder.options.vocab_size
     drafters = [RandomDrafter(vocab_size)] if depth else []
@@ -110,6 +110,46 @@ def test_the_cache_limit_is_set_when_a_rollout_begins(host: SimpleNamespace, mon
     host.available //= 4
     list(engine.generate(asked))
     assert engine.cache.bound_tokens == pytest.approx(first / 4, abs=2), "but for spare entries"
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "device", "longest", "tokens", "rows"),
+    [
+        ("auto", "cpu", 40, 640, 64),  # 64 rows of 10 tokens
+        ("auto", "cpu", 40, 639, 32),
+        ("auto", "cuda", 40, 2560, 256),
+        ("auto", "cuda", 40, 1279, 64),
+        ("auto", "cpu", 40, 1, 1),
+        ("auto", "cpu", 0, 64, 64),  # the longest sequence is not known
+        (96, "cpu", 40, 1, 96),
+    ],
+)
+def test_rows_follow_from_the_cache(max_rows: Any, device: str, longest: int, tokens: int, rows: int) -> None:
+    config = EngineConfig(max_rows=max_rows)
+    assert rows_that_fit(config, torch.device(device), longest, lambda rows: tokens) == rows
+
+
+def test_other_memory_of_many_rows_leaves_room_for_fewer() -> None:
+    """256 rows leave 10,000 - 256 * 30 = 2,320 tokens for 2,560. 128 rows leave 6,160 for 1,280."""
+    assert rows_that_fit(EngineConfig(), torch.device("cuda"), 40, lambda rows: 10_000 - 30 * rows) == 128
+
+
+def test_the_number_of_rows_follows_from_the_hosts_memory_and_changes_no_token(
+    host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_left_in_groups", lambda folder: [])
+    target, longest = make_model().decoder, 2048
+    token = HeadShape.of(target.options, target.dtype, target.device).bytes_per_token
+    host.available = 4 * 8 * 512 * token  # a quarter has room for 8 rows of 2048 / 4 tokens
+    params = SamplingParams(max_new_tokens=12)
+    requests = [Request(Prompt(n, "", (1, 2 + n)), 0, 0, n, params) for n in range(7)]
+    found = []
+    for max_rows in ("auto", 3):
+        engine = Engine(target, EngineConfig(max_rows=max_rows), longest=longest)
+        engine.start(())
+        assert engine.rollout.scheduler.max_rows == (8 if max_rows == "auto" else 3)
+        found.append({response.request.seed: response for response in engine.generate(requests)})
+    assert found[0] == found[1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other C libraries have no mallinfo2")

@@ -12,7 +12,6 @@ from small import ANY_SIZE
 
 from tlt.attention.slot_memory import HeadShape
 from tlt.attention.slots import SlotAttention
-from tlt.config import EngineConfig
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.rows import RowTable
 from tlt.engine.scheduler import Scheduler
@@ -23,8 +22,7 @@ def scheduler_of(bound_tokens: int, max_rows: int, new: int, max_positions: int 
     store = SlotAttention(HeadShape(1, 1, 1, 2, torch.float64, torch.device("cpu")))
     store.key_counts = ANY_SIZE
     cache = KVCache(store, bound_tokens)
-    config = EngineConfig(max_rows=max_rows, prefill_tokens=512)
-    return Scheduler(RowTable([cache]), cache, config, new, max_positions)
+    return Scheduler(RowTable([cache]), cache, max_rows, 512, new, max_positions)
 
 
 def admit(scheduler: Scheduler, most_ahead: int = 0) -> list[Row]:

@@ -35,6 +35,7 @@ from tlt.cluster.worker import DecodeWork
 from tlt.config import Config
 from tlt.draft.strategy import LEARNED
 from tlt.environments.episodes import Turns
+from tlt.models.device import torch_device
 from tlt.rl.early import Wave
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, UPDATE, Tracer
 from tlt.types import PassCounts, Request, Response, RolloutStats, WorkerNow
@@ -53,7 +54,7 @@ class Coordinator:
         training: DrafterTraining | None = None,
     ) -> None:
         self.supervisor, self.turns = supervisor, turns or Turns()
-        self.allocation = Allocation(supervisor, config.engine.max_rows)
+        self.allocation = Allocation(supervisor, config.engine.most_rows(torch_device(config.model).type))
         self.tracers = [Tracer() for _ in range(supervisor.size)]
         self.now: tuple[WorkerNow, ...] = ()
         """State of each worker after the last call that returned. Any thread may read this tuple."""

@@ -41,7 +41,7 @@ class IdleWork:
         self.slice_seconds = min(config.cluster.slice_seconds, longest)
         self.early = EarlyUpdate(supervisor, config.train)
         self.looks_ahead = steps_ahead(speculation) > 0
-        self.ahead = ComingRequests(config.engine.max_rows, speculation.look_ahead, history_tokens(speculation))
+        self.ahead = ComingRequests(allocation.slots, speculation.look_ahead, history_tokens(speculation))
         self.crowding, self._on_one_machine = Crowding(), config.cluster.address is None
         self.is_on = True
         """whether idle workers do anything"""

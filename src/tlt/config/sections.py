@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from tlt.config.combinations import RULES
 from tlt.config.data import DataConfig
@@ -14,6 +14,7 @@ from tlt.config.section import LONGEST, STATE, Section
 from tlt.config.speculation import SpeculationConfig
 
 _MOST_RESPONSES = 1_000_000  # largest number of responses in a step
+_MOST_ROWS = {"cpu": 64, "cuda": 256}  # largest numbers of rows in a batch if engine.max_rows = "auto"
 
 
 class LoraConfig(Section):
@@ -82,8 +83,10 @@ class EngineConfig(Section):
     backend: Literal["tlt", "vllm"] = "tlt"
     """Engine that decodes the rollouts. `tlt` is the engine of this package. `vllm` is vLLM, which samples with the
     same noise. So both give the same tokens, except for rounding (docs/vllm.md)."""
-    max_rows: int = Field(default=64, gt=0)
-    """Largest number of requests that are decoded in one batch. Further requests wait."""
+    max_rows: int | Literal["auto"] = "auto"
+    """Largest number of requests that are decoded in one batch. Further requests wait. `auto` is a power of two, at
+    most 64 on CPUs and 256 on CUDA. With our engine it is smaller if the key-value cache has no room for a quarter of
+    the longest possible sequence of each row. It is found when a rollout begins, and changes no token."""
     kv_memory_mb: int | Literal["auto"] = "auto"
     """Largest size of the key-value cache in MiB. `auto` is a share of the memory that is free when a rollout begins:
     80 % on CUDA, a quarter on CPUs. With vLLM `auto` is 1024, because vLLM allocates its cache when it
@@ -94,12 +97,17 @@ class EngineConfig(Section):
     vllm: dict[str, JsonValue] = {}
     """Further engine arguments of vLLM, with vLLM's names, such as `tensor_parallel_size` or `enforce_eager`."""
 
-    @field_validator("kv_memory_mb", mode="before")
+    @field_validator("max_rows", "kv_memory_mb", mode="before")
     @classmethod
-    def _size(cls, size: object) -> object:
-        if size != "auto" and (type(size) is not int or size < 1):
-            raise ValueError(f'engine.kv_memory_mb: give a number of MiB above 0, or "auto" (got {size})')
-        return size
+    def _number_or_auto(cls, number: object, field: ValidationInfo) -> object:
+        if number != "auto" and (type(number) is not int or number < 1):
+            unit = " of MiB" if field.field_name == "kv_memory_mb" else ""
+            raise ValueError(f'engine.{field.field_name}: give a number{unit} above 0, or "auto" (got {number})')
+        return number
+
+    def most_rows(self, device_type: str) -> int:
+        """Return the largest number of rows in a batch on a device of this type."""
+        return _MOST_ROWS[device_type] if self.max_rows == "auto" else self.max_rows
 
     @property
     def ours(self) -> EngineConfig:

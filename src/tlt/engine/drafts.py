@@ -10,9 +10,9 @@ import numpy as np
 from tlt.draft.ahead import LookAhead
 from tlt.draft.chains import Draft, Roots, draft_chains
 from tlt.engine.drafters import Drafters
+from tlt.engine.memory import most_new
 from tlt.engine.noise_window import DraftNoise, NoiseWindow
 from tlt.engine.rows import RowTable
-from tlt.engine.runner import most_new
 from tlt.engine.state import Round
 from tlt.models.decoder import Decoder
 

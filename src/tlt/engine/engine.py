@@ -26,12 +26,11 @@ from tlt.engine.drafters import Drafters
 from tlt.engine.drafts import draft_rows, look_ahead_offers
 from tlt.engine.harvest import Harvester
 from tlt.engine.kv_cache import KVCache
-from tlt.engine.memory import cache_tokens
-from tlt.engine.noise_window import NoiseWindow
+from tlt.engine.memory import RolloutMemory
 from tlt.engine.placing import place_and_prefill
 from tlt.engine.protocol import Generates
 from tlt.engine.rows import RowTable
-from tlt.engine.runner import Runner, Sampled, other_memory
+from tlt.engine.runner import Runner, Sampled
 from tlt.engine.sampling_table import SamplingTable
 from tlt.engine.scheduler import Scheduler
 from tlt.engine.state import Clock, RolloutState, Round, draft_counts
@@ -50,7 +49,8 @@ class Engine(Generates):
     `detokenize` is needed for stop strings. `layout` says which hidden states of the target are kept for each active
     row. `on_harvest` is called with them when a row has `layout.window` new ones, and when a response ends. `store` has
     look-ahead drafts, which a row uses instead of the drafter. `kv_tokens`: limit of the key-value cache in tokens
-    (default: by `config.kv_memory_mb`).
+    (default: by `config.kv_memory_mb`). `longest`: number of tokens of the longest possible sequence, by which
+    `config.max_rows = "auto"` finds the number of rows (0: not known).
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class Engine(Generates):
         tracer: Tracer | None = None,
         store: AheadStore | None = None,
         kv_tokens: int | None = None,
+        longest: int = 0,
     ) -> None:
         self.target, self.config, self.detokenize, self.tracer = target, config, detokenize, tracer
         self.layout, self.on_harvest = layout, on_harvest
@@ -73,23 +74,22 @@ class Engine(Generates):
         self.tuner, self.stops = tuner or Fixed(PLAIN), Stops(detokenize)
         o, dtype, device = target.options, target.dtype, target.device
         shape = HeadShape.of(o, dtype, device)
-        self._bound = lambda *others: kv_tokens or cache_tokens(config.kv_memory_mb, shape, *others)
         self.cache = KVCache(attention_for(shape), bound_tokens=0)
         self.drafters = Drafters(drafters, self.cache)
         window = FeatureWindow(layout, o.hidden_size, dtype, device) if layout else None
         self.runner = Runner(target, self.cache, window, config.prefill_tokens)
+        self.memory = RolloutMemory(config, self.cache, window, o.vocab_size, longest, kv_tokens)
         self.rollout, self._in_round = self._new_rollout(), False
 
     def _new_rollout(self) -> RolloutState:
-        target, config, strategies = self.target, self.config, self.tuner.strategies
+        target, strategies = self.target, self.tuner.strategies
         self.cache.clear()
         if not self.runner.graphs:  # graphs have the cache's addresses
             self.cache.release()
         sampling = SamplingTable(target.device)
         depth, new = max(s.depth for s in strategies), max(s.new for s in strategies)
-        noise = NoiseWindow(config.max_rows, target.options.vocab_size, depth, target.device)
         window, view, harvester = self.runner.window, None, None
-        self.cache.bound_tokens = self._bound(*other_memory(self.cache, config, new, noise, window))
+        most, self.cache.bound_tokens, noise = self.memory.sizes(depth, new)
         if window:
             window.clear()
             view, harvester = FeatureView(window), Harvester(window, target.version, self.on_harvest)
@@ -99,7 +99,7 @@ class Engine(Generates):
         self.drafters.begin(view)
         return RolloutState(
             rows=rows,
-            scheduler=Scheduler(rows, self.cache, config, new, target.options.max_positions),
+            scheduler=Scheduler(rows, self.cache, most, self.config.prefill_tokens, new, target.options.max_positions),
             sampling=sampling,
             noise=noise,
             window=window,
@@ -164,7 +164,7 @@ class Engine(Generates):
 
     def plain_engine(self) -> Engine:
         """Return an engine for plain decoding with the same target. It shares nothing else with this one."""
-        return Engine(self.target, self.config, detokenize=self.detokenize)
+        return Engine(self.target, self.config, detokenize=self.detokenize, longest=self.memory.longest)
 
     def release(self) -> None:
         """Free the memory of the key-value cache until the next rollout. Call this between two rollouts."""

@@ -44,7 +44,17 @@ class OwnBackend:
     ) -> Engine:
         assert isinstance(target, Decoder), "the target belongs to another backend"
         store = AheadStore()
-        return make_engine(config.engine, config.speculation, target, detokenize, layer, on_harvest, tracer, store)
+        return make_engine(
+            config.engine,
+            config.speculation,
+            target,
+            detokenize,
+            layer,
+            on_harvest,
+            tracer,
+            store,
+            longest=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+        )
 
     def load_engine(
         self,
@@ -54,13 +64,16 @@ class OwnBackend:
         detokenize: Detokenizer,
         longest: int | None,
     ) -> Engine:
-        return make_engine(engine, speculation, load_target(model, model.path), detokenize)
+        return make_engine(engine, speculation, load_target(model, model.path), detokenize, longest=longest or 0)
 
     def about_cache(self, config: Config) -> str:
         share = "80 %" if torch_device(config.model).type == "cuda" else "25 %"
         size = config.engine.kv_memory_mb
         limit = f"{share} of the free memory" if size == "auto" else f"{size:,} MiB"
-        return f"key-value cache: at most {limit} (engine.kv_memory_mb)"
+        rows = config.engine.most_rows(torch_device(config.model).type)
+        fewer = ", or fewer by memory" if config.engine.max_rows == "auto" else ""
+        batch = f"at most {rows} responses at once{fewer} (engine.max_rows)"
+        return f"key-value cache: at most {limit} (engine.kv_memory_mb); {batch}"
 
     def about_speculation(self, config: Config) -> str:
         speculation = config.speculation
@@ -79,9 +92,11 @@ def make_engine(
     on_harvest: Callable[[Harvest], None] | None = None,
     tracer: Tracer | None = None,
     store: AheadStore | None = None,
+    *,
+    longest: int = 0,
 ) -> Engine:
     """Return tlt's own engine for a recipe. The target needs weights only when the first rollout starts. `layer`
-    replaces the learned drafter that the recipe names."""
+    replaces the learned drafter that the recipe names. `longest`: see `Engine`."""
     drafters, layout = make_drafters(speculation, target, layer, store)
     tuner = make_tuner(speculation, target, drafters)
     return Engine(
@@ -94,6 +109,7 @@ def make_engine(
         on_harvest=on_harvest,
         tracer=tracer,
         store=store,
+        longest=longest,
     )
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.config import EngineConfig
 from tlt.draft.features import FeatureWindow
 from tlt.draft.strategy import Strategy
 from tlt.engine.graphs import GraphedPasses
@@ -22,27 +21,7 @@ from tlt.host import to_host
 from tlt.models.decoder import Attend, Decoder
 from tlt.sampling import SamplingTensors, gumbel_topk, has_kernel, sampling_log_probs
 
-_LOGITS_BYTES = 1 << 29  # largest size of a pass's logits
 _CACHE_BYTES = 1 << 21  # log-probs are computed in parts of this size, which fit the cache of a CPU core
-
-
-def most_new(rows: int, vocab_size: int) -> int:
-    """Return the largest number of new tokens per row in a pass over this many rows. The limit is 512 MiB for the
-    logits."""
-    return max(2, _LOGITS_BYTES // (rows * vocab_size * 4))
-
-
-def other_memory(
-    cache: KVCache, config: EngineConfig, new: int, noise: NoiseWindow, window: FeatureWindow | None
-) -> tuple[int, int, int]:
-    """Return the last arguments of `memory.cache_tokens` for a rollout whose passes have up to `new` tokens per row.
-
-    In addition to keys and values, a rollout needs memory for noise and hidden states, whose numbers of rows are powers
-    of two, and for a pass's logits with their log-probs and sums with the noise."""
-    rows, vocab_size = config.max_rows, noise.vocab_size
-    stored, logits = 1 << (rows - 1).bit_length(), rows * min(new, most_new(rows, vocab_size)) * vocab_size
-    others = stored * noise.row_bytes + (window.bytes_of(stored) if window else 0) + 3 * 4 * logits
-    return cache.bytes + (window.bytes_of() if window else 0), others, cache.store.mask_bytes(new)
 
 
 class NewTokens(NamedTuple):

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import islice
 
 from tlt.attention.key_counts import rounded_up
-from tlt.config import EngineConfig
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.protocol import refuse_impossible
 from tlt.engine.rows import RowTable
@@ -20,19 +19,21 @@ _HEADROOM = 32  # tokens that each row must have room for before another row is 
 
 
 class Scheduler:
-    """Queues, admission and preemption of rows. `max_positions` is the longest sequence in tokens that the target
-    supports. `new` is the maximum number of new tokens of a row in a round."""
+    """Queues, admission and preemption of rows. `max_rows` is the largest number of active rows. `max_positions` is the
+    longest sequence in tokens that the target supports. `new` is the maximum number of new tokens of a row in a
+    round."""
 
     def __init__(
         self,
         rows: RowTable,
         cache: KVCache,
-        config: EngineConfig,
+        max_rows: int,
+        prefill_tokens: int,
         new: int,
         max_positions: int,
     ) -> None:
         self.rows, self.cache = rows, cache
-        self.max_rows, self.prefill_tokens, self.max_positions = config.max_rows, config.prefill_tokens, max_positions
+        self.max_rows, self.prefill_tokens, self.max_positions = max_rows, prefill_tokens, max_positions
         self.headroom = max(_HEADROOM, new)
         self.waiting: deque[Row] = deque()
         self.coming: deque[Row] = deque()  # look-ahead rows, admitted if no row waits

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tlt.config import EngineConfig, ModelConfig, SpeculationConfig
+from tlt.models.device import torch_device
 from tlt.vllm.versions import VllmError
 
 PROCESSOR = "tlt.vllm.processor:SharedNoise"
@@ -43,13 +44,14 @@ def engine_arguments(
     `speculative` is vLLM's `speculative_config`. `longest` is the maximum length of a prompt with its response, in
     tokens. `sleeps` turns on vLLM's sleep mode. Raises VllmError if `engine.vllm` sets an argument that tlt sets.
     """
+    rows = engine.most_rows(torch_device(model).type)
     drafted = speculative["num_speculative_tokens"] if speculative else 0
     ours = {
         "model": model.path,
         "dtype": model.dtype,
         "max_model_len": longest,
-        "max_num_seqs": engine.max_rows,
-        "max_num_batched_tokens": max(engine.prefill_tokens, engine.max_rows * (1 + drafted)),  # one pass has all rows
+        "max_num_seqs": rows,
+        "max_num_batched_tokens": max(engine.prefill_tokens, rows * (1 + drafted)),  # one pass has all rows
         "kv_cache_memory_bytes": (_CACHE_MB if engine.kv_memory_mb == "auto" else engine.kv_memory_mb) * 2**20,
         "speculative_config": speculative,
         "worker_extension_cls": EXTENSION,

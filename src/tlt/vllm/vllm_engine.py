@@ -58,7 +58,8 @@ class VllmEngine(Generates):
         if target.drafts:
             asked = speculation or SpeculationConfig(drafter="off")
             ends, collects = target.ends, on_harvest is not None
-            self.drafting = Drafting(asked, ends, config.max_rows, WIDEST, self.store, layer, collects)
+            most = config.most_rows(target.device.type)
+            self.drafting = Drafting(asked, ends, most, WIDEST, self.store, layer, collects)
         self.tuner: Tuner = self.drafting.tuner if self.drafting else Fixed(PLAIN)
         self.stops = Stops(detokenize)
         self.waiting: deque[Row] = deque()
@@ -189,7 +190,8 @@ class VllmEngine(Generates):
         if self.waiting:
             self._preempt_ahead()
         own = sum(not row.ahead for row in self.rows)
-        slots = self.config.max_rows if self.waiting or not own else self.tuner.free_rows(own)
+        most = self.config.most_rows(self.target.device.type)
+        slots = most if self.waiting or not own else self.tuner.free_rows(own)
         line = self.waiting or self._ahead
         while line and len(self._live) < slots:
             row = line.popleft()
