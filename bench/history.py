@@ -29,6 +29,8 @@ PROMPTS, EPOCHS, A_STEP = 24, 3, 12
 TEMPERATURES = (0.6, 1.0)
 STEPS = EPOCHS * PROMPTS // A_STEP
 SAVED, KILLED = PROMPTS // A_STEP + 1, PROMPTS // A_STEP + 2  # steps before the checkpoint and before the kill
+RUN = "from tlt import cli; cli.main()"
+WITHOUT = "from tlt import build, cli; build.HISTORY_TOKENS = 0; cli.main()"
 FIXED = {
     **{"data.path": "prompts.jsonl", "model.dtype": "bfloat16", "eval.every": 0, "train.steps": STEPS},
     **{"rollout.prompts_per_step": A_STEP, "rollout.group_size": 2, "rollout.max_new_tokens": 48},
@@ -36,18 +38,18 @@ FIXED = {
 }
 
 
-def started(folder: Path, overrides: Sequence[str], *more: str) -> subprocess.Popen[bytes]:
-    """Start a run in `folder`, in a process of its own."""
+def started(folder: Path, overrides: Sequence[str], *more: str, code: str = RUN) -> subprocess.Popen[bytes]:
+    """Start a run in `folder`, in a process of its own, which executes `code`."""
     fields = FIXED | {"data.path": folder.parent / "prompts.jsonl", "run.folder": folder}
     flags = [text for key, value in fields.items() for text in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "tlt", "train", str(ROOT / "recipes" / "sums.toml"), *flags, *overrides, *more]
+    command = [sys.executable, "-c", code, "train", str(ROOT / "recipes" / "sums.toml"), *flags, *overrides, *more]
     return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
 
 
-def finished(folder: Path, overrides: Sequence[str], *more: str) -> dict[str, Any]:
+def finished(folder: Path, overrides: Sequence[str], *more: str, code: str = RUN) -> dict[str, Any]:
     """Train to the end. Return the policy's sha256, and the accept length of each step."""
-    if code := started(folder, overrides, *more).wait():
-        sys.exit(f"the run in {folder} ended with {code}")
+    if status := started(folder, overrides, *more, code=code).wait():
+        sys.exit(f"the run in {folder} ended with {status}")
     lines = [(line["tokens"], line["rollout"]["row_passes"]) for line in read_metrics(folder)]
     epochs = [lines[at : at + STEPS // EPOCHS] for at in range(0, STEPS, STEPS // EPOCHS)]
     return {
@@ -84,7 +86,7 @@ def measure(temperature: float, overrides: Sequence[str], kills: bool) -> dict[s
         (Path(home) / "prompts.jsonl").write_text("\n".join(lines), encoding="utf-8")
         options = ["--rollout.temperature", str(temperature), *overrides]
         found = {
-            "without history": finished(Path(home) / "without", [*options, "--speculation.history_tokens", "0"]),
+            "without history": finished(Path(home) / "without", options, code=WITHOUT),
             "with history": finished(Path(home) / "with", options),
         }
         if kills:

@@ -86,7 +86,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
 TASKS = {"path": None, "size": 4, "tasks": [{"name": "chain_sum", "params": {"max_terms": 2, "max_digits": 1}}]}
 OTHERS: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {
     ("data.tasks.", "data.size"): {"data": TASKS, "eval": {"path": None}},
-    ("reward.timeout_seconds", "reward.workers", "reward.memory_mb"): {
+    ("reward.timeout_seconds", "reward.memory_mb"): {
         "reward": {"name": "tiny_rewards:share_of_low_bytes", "terms": None},
         "eval": {"every": 0},
         "run": {"compare_every": 0},

@@ -30,6 +30,9 @@ from tlt.store.hub import local_model
 from tlt.trace import Tracer
 from tlt.types import Prompt, SamplingParams
 
+HISTORY_TOKENS = 16_000_000
+"""number of tokens of the last responses that a run keeps in host memory and in checkpoints, four bytes each"""
+
 
 def backend_of(config: EngineConfig) -> Backend:
     """Import and return the rollout backend that `engine.backend` names, `tlt` or `vllm`."""
@@ -113,7 +116,7 @@ def steps_ahead(config: SpeculationConfig) -> int:
 
 def history_tokens(config: SpeculationConfig) -> int:
     """Return the number of tokens of earlier responses that a run keeps; 0 if no drafter reads them."""
-    return config.history_tokens if config.drafter in ("adaptive", "suffix") else 0
+    return HISTORY_TOKENS if config.drafter in ("adaptive", "suffix") else 0
 
 
 def load_detokenizer(model: ModelConfig) -> Detokenizer:

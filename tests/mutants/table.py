@@ -315,7 +315,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("ScorePool._give", "operand", 4, "A response that ends its process twice is not retried again."),
         ("ScorePool._give", "drop", 0, "Responses of a lost batch are scored one by one."),
         ("ScorePool._lose", "drop", 3, "Responses of a lost process return to the queue."),
-        ("ScorePool._missing", "argument", 11, "The number of reward processes is bounded."),
+        ("ScorePool._grow", "operand", 4, "The number of reward processes is bounded."),
         ("ScorePool._places", "operand", 1, "A response under suspicion is scored alone."),
     ],
     ("environments.episodes", "environments/test_episodes.py"): [
@@ -350,7 +350,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_call", "never", 4, "Arguments under another key are not dropped."),
         ("_is_read", "constant", 1, "A call that does not come back is a fault."),
     ],
-    ("rewards.inherited", "rewards/test_inherited.py"): [
+    ("rewards.processes", "rewards/test_processes.py"): [
         ("make_usual", "constant", 0, "User code has the usual start method of multiprocessing."),
         ("_handle_signals", "argument", 6, "A forked process can be terminated at once."),
         ("_survive", "operand", 1, "A call whose programs a signal ended is repeated."),

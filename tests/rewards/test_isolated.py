@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,22 +170,6 @@ def test_an_async_call_that_hangs_does_not_end_its_process() -> None:
     assert judged(isolated, "99")[:2] == (None, "timeout")
     assert isolated.runs
     isolated.close()
-
-
-def test_the_cpu_time_of_an_ended_process_still_counts() -> None:
-    """Otherwise a pool would take a process that computes for one that waits, and start more than reward.workers."""
-    isolated = IsolatedScore(config("format", pattern="^(a+)+$", timeout_seconds=1.0))
-    assert judged(isolated, "a" * 60 + "b").outcome == "timeout"
-    assert isolated.processor_seconds() > 0.1
-    isolated.close()
-
-
-def test_cpu_time_may_be_read_while_another_thread_ends_the_process() -> None:
-    read = iter([SimpleNamespace(pid=os.getpid())])
-    ending = type("Ending", (IsolatedScore,), {"_process": property(lambda self: next(read, None))})
-    isolated = object.__new__(ending)
-    isolated._starting_seconds = isolated._ended_seconds = 0.0
-    assert isolated.processor_seconds() > 0.0
 
 
 def test_a_pattern_that_takes_forever_is_a_timeout() -> None:

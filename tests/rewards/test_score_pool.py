@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,21 +107,16 @@ def test_a_pool_does_not_wait_for_a_call_when_it_is_closed() -> None:
 
 
 class Stand:
-    """Stand-in for a process. It answers after `seconds`, and computes for a share of them."""
+    """Stand-in for a process. It answers after `seconds`."""
 
     at_once, runs = 1, True
 
-    def __init__(self, seconds: float, share: float = 0.0) -> None:
-        self.seconds, self.share, self.worked = seconds, share, 0.0
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
 
     def score_all(self, asked: Any) -> list[Verdict]:
-        for _ in range(20):
-            time.sleep(self.seconds / 20)
-            self.worked += self.share * self.seconds / 20
+        time.sleep(self.seconds)
         return [Verdict(1.0) for _ in asked]
-
-    def processor_seconds(self) -> float:
-        return self.worked
 
     def close(self) -> None:
         self.runs = False
@@ -131,8 +125,8 @@ class Stand:
 
 
 @contextmanager
-def pool_of(start: Any, computing: int = 1) -> Iterator[ScorePool]:
-    pool = ScorePool(start, computing)
+def pool_of(start: Any) -> Iterator[ScorePool]:
+    pool = ScorePool(start)
     try:
         yield pool
     finally:
@@ -144,36 +138,24 @@ def score_many(pool: ScorePool, count: int) -> None:
     assert all(pool.result(verdict).reward == 1.0 for verdict in verdicts)
 
 
-def made_for(stand: Any, waiting: int) -> int:
-    """Return the number of processes after all calls are scored. Two of them may compute."""
+def made_for(seconds: float, start_seconds: float, waiting: int) -> int:
+    """Return the number of processes after calls of this duration are scored."""
     made: list[Any] = []
 
     def start() -> Any:
-        time.sleep(0.02)
-        made.append(stand())
+        time.sleep(start_seconds)
+        made.append(Stand(seconds))
         return made[-1]
 
-    with pool_of(start, computing=2) as pool:
+    with pool_of(start) as pool:
         score_many(pool, waiting)
     return len(made)
 
 
-def test_quick_rewards_need_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = count()
-    now = [next(clock)]
-    monkeypatch.setattr("tlt.rewards.score_pool.time", SimpleNamespace(monotonic=lambda: now[0]))
-
-    def stand() -> Stand:
-        now[0] = next(clock)
-        return Stand(0.0)
-
-    assert made_for(stand, 40) == 1
-
-
-def test_waiting_processes_are_many_and_computing_ones_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tlt.rewards.score_pool._MOST", 8)
-    assert made_for(lambda: Stand(0.5), 24) == 8
-    assert made_for(lambda: Stand(0.3, share=1.0), 8) == 2
+def test_a_process_starts_if_an_entry_waits_for_longer_than_a_start_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tlt.rewards.score_pool.MOST", 4)
+    assert made_for(seconds=0.0, start_seconds=2.0, waiting=40) == 1
+    assert made_for(seconds=0.5, start_seconds=0.02, waiting=24) == 4
 
 
 def test_rewards_that_hang_cost_about_one_timeout() -> None:
@@ -185,9 +167,8 @@ def test_rewards_that_hang_cost_about_one_timeout() -> None:
 
 
 def test_a_response_that_ends_its_process_twice_is_a_crash_and_the_others_are_scored() -> None:
-    for workers in (1, 2):
-        found = outcome_of("trouble", "one", "raise", "die", "three", workers=workers)
-        assert found == [(3.0, ""), (None, "error"), (None, "crash"), (5.0, "")]
+    found = outcome_of("trouble", "one", "raise", "die", "three")
+    assert found == [(3.0, ""), (None, "error"), (None, "crash"), (5.0, "")]
 
 
 def test_the_work_of_a_lost_process_goes_to_the_others() -> None:

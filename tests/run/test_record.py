@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +24,7 @@ from tlt.rewards import RewardError
 from tlt.rl.measure import measure, tokens_of
 from tlt.run import trackers as trackers_module
 from tlt.run.record import RunProgress
-from tlt.run.trackers import TrackedRun, Trackers, known_id, names_of, remember_id, scalars
+from tlt.run.trackers import TrackedRun, Trackers, names_of, scalars
 from tlt.store.completions import CompletionsWriter
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams
 
@@ -238,11 +236,6 @@ def test_any_text_can_be_saved(tmp_path: Path) -> None:
     assert "日本" in (tmp_path / "completions.jsonl").read_text(encoding="utf-8")
 
 
-def test_no_completions_are_saved_if_turned_off(tmp_path: Path) -> None:
-    folder = train(config_of(tmp_path, run={"completions_mb": 0}))
-    assert not list(folder.glob("completions*"))
-
-
 class Service(types.ModuleType):
     """Stand-in for the package wandb, which records its calls."""
 
@@ -312,21 +305,6 @@ def test_a_tracker_of_the_user_gets_every_metric(tmp_path: Path) -> None:
     assert (folder / "mine.txt").read_text(encoding="utf-8").splitlines() == expected
 
 
-def test_tracker_ids_survive_a_kill_during_their_write(tmp_path: Path) -> None:
-    place = TrackedRun(tmp_path, 3, {})
-    remember_id(place, "wandb", "the-first")
-    whole = Path.write_text
-
-    def half(path: Path, text: str, **options: Any) -> int:
-        whole(path, text[: len(text) // 2], **options)
-        raise KeyboardInterrupt
-
-    with patch.object(Path, "write_text", half), pytest.raises(KeyboardInterrupt):
-        remember_id(place, "mine", "another")
-    assert known_id(place, "wandb") == "the-first"
-    assert known_id(TrackedRun(tmp_path, 0, {}), "wandb") is None, "only a resumed run continues it"
-
-
 def tracked(folder: Path, *names: str) -> Trackers:
     """Return trackers that were given three steps."""
     trackers = Trackers({name: maker(TRACKERS[name]) for name in names}, TrackedRun(folder, 1, {}))
@@ -349,45 +327,6 @@ def test_a_failing_tracker_is_turned_off_and_costs_the_others_no_step(
     tracked(tmp_path, "wandb", "tensorboard").close()
     assert caplog.text.count(f"failed ({type(error).__name__}: {error})") == 1
     assert told == [0, 1, 2]
-
-
-def test_a_slow_tracker_delays_no_step(tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    may_log, threads = threading.Event(), list[int]()
-
-    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            assert name != "log" or may_log.wait(60)
-            threads.append(threading.get_ident())
-            return real(*arguments, **options)
-
-        return call
-
-    for name in ("init", "log"):
-        monkeypatch.setattr(service, name, noted(name, getattr(service, name)))
-    trackers = tracked(tmp_path, "wandb")
-    assert not service.told
-    may_log.set()
-    trackers.close()
-    assert [step for step, _ in service.told] == [0, 1, 2]
-    assert service.closed == 1
-    assert len(threads) == 4, "it starts once"
-    assert len(set(threads)) == 1, "some trackers have one run per thread"
-    assert threading.get_ident() not in threads
-
-
-def test_a_tracker_that_hangs_ends_no_run(
-    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    may_end = threading.Event()
-    monkeypatch.setattr(trackers_module, "_PATIENCE", 0.05)
-    monkeypatch.setattr(service, "log", lambda *_, **__: may_end.wait(60))
-    trackers = tracked(tmp_path, "wandb")
-    trackers.close()
-    assert "a tracker did not answer within 0.05 s" in caplog.text
-    assert trackers._thread.is_alive()
-    assert trackers._thread.daemon, "the process does not wait for it"
-    may_end.set()
-    trackers._thread.join(60)
 
 
 def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path: Path) -> None:

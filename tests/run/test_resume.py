@@ -73,7 +73,7 @@ def compared(sections: dict[str, Any], force: tuple[str, ...] = ()) -> list[dict
         {"speculation": {"training": {"extra": 0.5, "learning_rate": 0.1}}},
         {"cluster": {"patience": 9.0}},
         {"eval": {"samples": 7}},
-        {"run": {"folder": "moved", "keep": 7, "save_every": 3, "completions_mb": 9}},
+        {"run": {"folder": "moved", "keep": 7, "save_every": 3}},
         {"train": {"steps": 1000}},
     ],
     ids=str,

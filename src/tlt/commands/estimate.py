@@ -85,7 +85,7 @@ def estimate(config: Config, steps: int, display: Display) -> list[str]:
 
 def _without_extras(config: Config) -> Config:
     """Return the configuration without evaluations, saves and trackers, which are not measured."""
-    run = {"save_every": 0, "trackers": [], "completions_mb": 0, "on_save": None}
+    run = {"save_every": 0, "trackers": [], "on_save": None}
     evaluation = config.eval.model_copy(update={"every": 0, "path": None})
     return config.model_copy(update={"run": config.run.model_copy(update=run), "eval": evaluation})
 

@@ -80,9 +80,6 @@ class RewardConfig(Section):
     timeout_seconds: float = Field(default=10.0, gt=0, le=LONGEST)
     """Timeout in seconds for a reward, or for a reply of the environment. If it is exceeded, the response has no
     reward."""
-    workers: int | None = Field(default=None, gt=0)
-    """Largest number of processes that compute rewards at the same time (default: half the number of CPU cores).
-    Processes that only wait, for example for a network, are not counted."""
     memory_mb: int = Field(default=8192, ge=0, le=2**40)
     """Memory limit in MiB of a reward process together with the processes that it starts. 0 sets no limit."""
     folder: str = "."

@@ -36,8 +36,6 @@ class RunConfig(Section):
     trackers: list[str] | None = None
     """Trackers that receive the metrics: `tensorboard`, `wandb`, or your own `module:Class`. Each needs a package, such
     as the extra tlt-rl[wandb] (default: TensorBoard if it is installed)."""
-    completions_mb: int = Field(default=1024, ge=0)
-    """Largest total size of the saved responses in MiB. If it is exceeded, the oldest are deleted. 0 saves none."""
     overwrite: bool = False
     """Start a new run in `folder` even if an older run is there. The older run is deleted when all checks before the
     first step have passed."""

@@ -57,9 +57,6 @@ class SpeculationConfig(Section):
     """Number of future steps whose requests are decoded in advance. The results serve as drafts in those steps. Idle
     workers decode them. A single worker does so only on a GPU, when few of its responses are left. Needs
     `drafter = "adaptive"`. 0 turns look-ahead off."""
-    history_tokens: int = Field(default=16_000_000, ge=0)
-    """Number of tokens of the last responses to each prompt that are kept in host memory and in checkpoints, four bytes
-    each. The oldest are dropped. When a prompt returns, the drafter `suffix` copies from them. 0 keeps none."""
     training: DrafterTrainConfig = DrafterTrainConfig()
 
     @field_validator("drafter")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -210,13 +209,3 @@ def _fixed_time(now: datetime) -> Iterator[None]:
         yield
     finally:
         module.datetime = clock
-
-
-def refuse_tag_twice(text: str, prefill: str) -> None:
-    """Raise DataError if the chat template's `text` ends with the tag, such as <think>, that `prefill` begins with."""
-    tag = re.match(r"\s*(<[^<>\s]+>)", prefill)
-    if tag and text.rstrip().endswith(tag[1]):
-        raise DataError(
-            f"data.prefill begins with {tag[1]}, but the chat template already ends a prompt with it: remove it from "
-            "data.prefill"
-        )

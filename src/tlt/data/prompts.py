@@ -15,7 +15,7 @@ from itertools import accumulate, islice, pairwise
 from typing import Any
 
 from tlt.config import DataConfig, EvalConfig
-from tlt.data.chat import ChatTemplate, Messages, messages_of, refuse_tag_twice, text_of
+from tlt.data.chat import ChatTemplate, Messages, messages_of, text_of
 from tlt.data.continuation import Continuation
 from tlt.data.tables import DataError, read_rows
 from tlt.files import is_text
@@ -29,11 +29,6 @@ Encode = Callable[[Question], Sequence[int]]
 Row = tuple[Question, dict[str, Any]]
 
 _MOST_TASKS, _FIRST_ROWS = 50, 1000
-_UNSHOWN = {
-    "tools": "set data.chat_arguments.tools",
-    "chat_template_kwargs": "set data.chat_arguments",
-    "images": "the model reads text alone",
-}
 _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # added to seeds; far apart, because item i of a task uses seed + i
 
 
@@ -154,7 +149,6 @@ def encoder(tokenizer: Any, config: DataConfig) -> Encode:
 
     def encode(question: Question) -> Sequence[int]:
         whole = template.render(conversation(question, config))
-        refuse_tag_twice(whole, config.prefill)
         # the template has already written the special tokens
         return tokenizer(whole + config.prefill, add_special_tokens=False)["input_ids"]
 
@@ -199,15 +193,13 @@ def _warn_of_two(bos: str) -> None:
 
 
 def fingerprints(prompts: Sequence[Prompt], config: DataConfig) -> dict[str, str]:
-    """Return three sha256 hashes: of the prompts' token ids and right answers (`prompts`), of their texts and right
-    answers (`texts`), and of all columns of the data file (`columns`), which rewards may read. A resumed run compares
-    them with those in its checkpoint, because it needs the same prompts. If `texts` is equal but `prompts` differs, the
-    tokenizer or the chat template has changed."""
+    """Return two sha256 hashes: of the prompts' token ids and right answers (`prompts`), and of all columns of the data
+    file (`columns`), which rewards may read. A resumed run compares them with those in its checkpoint, because it needs
+    the same prompts."""
     answers = [str(prompt.ground_truth) for prompt in prompts]
     rows = [prompt.data for prompt in prompts] if config.path else []  # other prompts follow from the recipe
     return {
         "prompts": _sha256([prompt.token_ids, answer] for prompt, answer in zip(prompts, answers, strict=True)),
-        "texts": _sha256([prompt.text, answer] for prompt, answer in zip(prompts, answers, strict=True)),
         "columns": _sha256(rows, sort_keys=True, default=str),
     }
 
@@ -263,18 +255,8 @@ def _stage_sizes(config: DataConfig) -> dict[int, int]:
 
 def _file_rows(config: DataConfig) -> list[Row]:
     rows = list(_questions(config))
-    if config.chat:
-        _warn_of_unshown(config, rows)
     _refuse_no_answers(config, rows)
     return _with_answers(config, rows)
-
-
-def _warn_of_unshown(config: DataConfig, rows: Sequence[Row]) -> None:
-    """Log a warning for each column that belongs to the prompts in other programs, but is not shown to the model."""
-    for name, remedy in _UNSHOWN.items():
-        known = config.chat_arguments if name == "chat_template_kwargs" else name in config.chat_arguments
-        if not known and any(data.get(name) for _, data in rows):
-            log.warning("the %s in the rows of %s are not in the prompts: %s", name, config.path, remedy)
 
 
 def _questions(config: DataConfig) -> Iterator[Row]:

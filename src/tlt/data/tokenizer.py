@@ -50,7 +50,6 @@ def load_tokenizer(folder: str | Path) -> Any:
         tokenizer.decode(tokenizer("a")["input_ids"])
         if (path / "tokenizer.json").is_file():
             tokenizer = _as_the_file_says(tokenizer, path)
-            _warn_of_unread_fields(tokenizer, path)
     return tokenizer
 
 
@@ -103,16 +102,6 @@ def adds(tokenizer: Any) -> dict[str, bool]:
         for i, token in ((0, tokenizer.bos_token_id), (-1, tokenizer.eos_token_id))
     )
     return {"add_bos_token": first, "add_eos_token": last}
-
-
-def _warn_of_unread_fields(tokenizer: Any, path: Path) -> None:
-    """Warn if add_bos_token or add_eos_token in tokenizer_config.json contradicts tokenizer.json. transformers 4 uses
-    these fields for some tokenizer classes, transformers 5 does not."""
-    file = path / "tokenizer_config.json"
-    config = read_json(file) if file.is_file() else {}
-    for name, is_so in adds(tokenizer).items():
-        if config.get(name) not in (None, is_so):
-            _warn(f"{file} has {name} = {config[name]}, but tlt uses tokenizer.json, which has {is_so}")
 
 
 @cache

@@ -25,7 +25,7 @@ def make_turns(config: Config, tokenizer: Any, log: Path) -> Turns:
         return Turns()
     encode = reply_encoder(tokenizer, config.data)
     opens = partial(open_environments, call_reader=call_reader(encode))
-    pool = ScorePool(partial(IsolatedScore, config, log, (), opens), config.reward.workers)
+    pool = ScorePool(partial(IsolatedScore, config, log, (), opens))
     return Episodes(pool, encode, partial(turn_text, tokenizer), config.reward.turns)
 
 

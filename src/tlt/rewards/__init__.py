@@ -54,7 +54,7 @@ def make_reward(config: Config, prompts: Sequence[Prompt], log: Path | None = No
     if all(name in REWARDS and REWARDS[name].quick for name in names):  # safe to run in this process
         return Scored(AtOnce(make_terms(config)), reward.answer_marker, reward.answer_end)
     start = partial(IsolatedScore, config, log, columns_of(prompts))
-    return Scored(ScorePool(start, reward.workers), reward.answer_marker, reward.answer_end)
+    return Scored(ScorePool(start), reward.answer_marker, reward.answer_end)
 
 
 def columns_of(prompts: Sequence[Prompt]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any
@@ -11,7 +10,6 @@ from tlt.rewards.answers import Answer, RewardError
 from tlt.types import Prompt
 
 Fill = Callable[[Prompt, Answer], Any]
-_NEAR = 0.8  # similarity, by difflib, from which a parameter's name is taken for a misspelled one
 
 _OURS: dict[str, Fill] = {
     "prompt": lambda prompt, answer: prompt,
@@ -41,75 +39,43 @@ def fills(function: Callable[..., Any], label: str, columns: Collection[str], li
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # the function is written in C
         raise RewardError(f"{label} has no readable signature: wrap it in `def f(prompt, answer)`") from None
-    known = _known(columns)
+    others = _of_columns(columns)
+    known = _known(others, lists)
+    choice = f"available names are {', '.join(known)}"
     found: dict[str, Fill] = {}
     for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        name = next((name for name in _spellings(parameter.name, lists) if name in known), "")
-        if name and parameter.kind != parameter.POSITIONAL_ONLY:
-            _refuse_two_sources(label, parameter.name, name, columns)
-            found[parameter.name] = known[name]
+        if parameter.name in known and parameter.kind != parameter.POSITIONAL_ONLY:
+            found[parameter.name] = known[parameter.name]
         elif parameter.default is parameter.empty:
-            raise RewardError(f"{label} needs the argument {parameter.name!r}: {_remedy(parameter, known, lists)}")
-        elif near := difflib.get_close_matches(parameter.name, known, n=1, cutoff=_NEAR):
-            raise RewardError(
-                f"{label} has the parameter {parameter.name!r}, which would always have its default: call it "
-                f"{near[0]}, or, if the default is meant, give it another name"
-            )
+            plural = "" if lists else "; names of lists, such as prompts, need batched = true"
+            raise RewardError(f"{label} needs the argument {parameter.name!r}: {choice}{plural}")
     if not found:
-        raise RewardError(f"{label} has no parameter that can be filled: {_choice(known)}")
+        raise RewardError(f"{label} has no parameter that can be filled: {choice}")
     _refuse_another_order(label, list(found))
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
-        found = {name: known[name] for name in columns if name not in _OURS and name not in _OTHERS} | found
+        found = {name: fill for name, fill in others.items() if name not in _OURS | _OTHERS} | found
     return found
 
 
-def _known(columns: Collection[str]) -> dict[str, Fill]:
-    """Return, for each parameter name that can be filled, the function that gives its argument. The order of the names
-    is: values of tlt, columns of the data, names that reward functions for TRL and verl use.
-
-    `ground_truth` is the right answer (data.answer_column), unless the data has a column named `ground_truth`.
-    """
+def _of_columns(columns: Collection[str]) -> dict[str, Fill]:
+    """Return, for each column of the data, the function that gives its value. `ground_truth` is the right answer
+    (data.answer_column), unless the data has a column named `ground_truth`."""
     found: dict[str, Fill] = {name: lambda prompt, answer, name=name: prompt.data.get(name) for name in columns}
     if "ground_truth" in found:
         found["ground_truth"] = lambda prompt, answer: prompt.data.get("ground_truth", prompt.ground_truth)
-    return _OURS | {name: fill for name, fill in found.items() if name not in _OURS} | _OTHERS
+    return found
 
 
-def _spellings(name: str, lists: bool) -> list[str]:
-    """Return the names under which the argument of a parameter is looked up, in order. If the function takes lists, a
-    plural such as `responses` is also looked up as its singular. The singular comes first if it is a parameter name of
-    tlt, TRL or verl."""
-    single = name.removesuffix("s")
-    if not lists or single == name:
-        return [name]
-    return [single, name] if single in _OURS or single in _OTHERS else [name, single]
-
-
-def _remedy(parameter: inspect.Parameter, known: Collection[str], lists: bool) -> str:
-    if parameter.kind == parameter.POSITIONAL_ONLY:
-        return "a parameter before `/` cannot be filled by its name"
-    if not lists and parameter.name.removesuffix("s") in known:
-        return "if the function takes lists, set batched = true in [reward] or in its [[reward.terms]]"
-    return _choice(known)
-
-
-def _choice(known: Collection[str]) -> str:
-    return f"available names are {', '.join(known)}"
-
-
-def _refuse_two_sources(label: str, parameter: str, name: str, columns: Collection[str]) -> None:
-    """Raise RewardError if `name` is both a value of tlt and a column of the data.
-
-    `prompt` and `answer` are allowed, because they are always the values of tlt. `task` is allowed, because tlt itself
-    reads it from the data.
-    """
-    if name in columns and name in (_OURS | _OTHERS).keys() - {"prompt", "answer", "task"}:
-        raise RewardError(
-            f"{label} has the parameter {parameter!r}, which is both a value of tlt and a column of your data: rename "
-            f"the column, or read it as prompt.data[{name!r}]"
-        )
+def _known(columns: dict[str, Fill], lists: bool) -> dict[str, Fill]:
+    """Return, for each parameter name that can be filled, the function that gives its argument. Values of tlt, and
+    names that reward functions for TRL and verl use, precede columns of the data. If `lists`, plurals are names too."""
+    first = _OURS | _OTHERS
+    if lists:
+        columns = {f"{name}s": fill for name, fill in columns.items()} | columns
+        first |= {f"{name}s": fill for name, fill in first.items()}
+    return first | {name: fill for name, fill in columns.items() if name not in first}
 
 
 def _refuse_another_order(label: str, names: Collection[str]) -> None:

@@ -23,8 +23,7 @@ from typing import Any
 from tlt.config import Config
 from tlt.rewards.answers import Answer, RewardError
 from tlt.rewards.async_calls import AT_ONCE, late_threads
-from tlt.rewards.inherited import ignore_interrupts, make_usual
-from tlt.rewards.processes import Output, kill_descendants, memory, processor_seconds, zombies
+from tlt.rewards.processes import Output, ignore_interrupts, kill_descendants, make_usual, memory
 from tlt.rewards.scores import Term, make_terms
 from tlt.rewards.verdicts import DIED, LARGEST, Verdict, number
 from tlt.stopping import SIGNALS
@@ -34,8 +33,6 @@ START_SECONDS = 120.0  # timeout for the start of a process, which imports the u
 _GRACE_SECONDS = 1.0  # added to the timeout of a call that may have several responses
 _CHECK_SECONDS = 1.0  # time between two checks of the memory of the process
 _MOST_LATE = 64  # largest number of threads of calls that timed out; a process with more is replaced
-_MOST_ZOMBIES = 64  # largest number of ended programs without a parent that waits; a process with more is replaced
-_MB_OF_A_THREAD = 32  # four times its stack, so that late threads use at most a quarter of reward.memory_mb
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -87,8 +84,7 @@ def open_terms(config: Config, columns: Collection[str]) -> tuple[Answering, boo
 
 class IsolatedScore:
     """Separate process that runs user code and is kept between calls. If it does not answer in time, it is killed. The
-    next call starts a new process. This also happens if many threads of the user's async calls do not end, or if many
-    programs have ended that nothing waits for.
+    next call starts a new process. This also happens if many threads of the user's async calls do not end.
 
     The process is spawned, not forked, because torch's threads do not survive a fork.
     """
@@ -101,7 +97,7 @@ class IsolatedScore:
         self.config, self.log, self.columns, self.opens = config, log, columns, opens
         self.at_once = 1
         """largest number of responses in one call of `score_all`"""
-        self._check_at, self._ended_seconds = 0.0, 0.0
+        self._check_at = 0.0
         self._process: BaseProcess | None = None
         self._start()
 
@@ -136,20 +132,13 @@ class IsolatedScore:
             if now >= self._check_at:
                 self._check_at = now + _CHECK_SECONDS
                 process = self._process  # another thread may close it
-                if limit and process and memory(process.pid, limit * 2**20) > limit * 2**20:
+                if limit and process and process.pid and memory(process.pid) > limit * 2**20:
                     raise MemoryError(
                         f"the reward process and its children use more than reward.memory_mb = {limit} MiB"
                     )
             if self._connection.poll(min(deadline, self._check_at) - now):
                 return True
         return False
-
-    def processor_seconds(self) -> float:
-        """Return the CPU seconds that this process and those before it have used, each since its startup ended. CPU
-        seconds that are unknown count as 0."""
-        process = self._process  # another thread may close it
-        running = processor_seconds(process.pid) - self._starting_seconds if process else 0.0
-        return self._ended_seconds + max(0.0, running)
 
     @property
     def runs(self) -> bool:
@@ -167,7 +156,6 @@ class IsolatedScore:
     def kill(self) -> None:
         """End the process at once. The next call of `score_all` starts a new one."""
         if self._process is not None:
-            self._ended_seconds = self.processor_seconds()
             self._end()
             self._process = None
 
@@ -190,7 +178,6 @@ class IsolatedScore:
         except (EOFError, OSError):
             fault = "its process ended during startup; a training script needs `if __name__ == '__main__':`"
         self.at_once = AT_ONCE if many else 1
-        self._starting_seconds = processor_seconds(process.pid)
         if fault:
             self.kill()
             names_field = "reward.name" in fault or "reward.environment" in fault
@@ -225,7 +212,6 @@ def _serve(connection: Connection, config: Config, log: Path | None, columns: Co
         return
     handler = ignore_interrupts()
     connection.send(("", many))
-    most_late = min(_MOST_LATE, config.reward.memory_mb // _MB_OF_A_THREAD or _MOST_LATE)
     for count, asked in enumerate(_received(connection)):
         if log and output and count == 0:
             output.into(log)
@@ -234,7 +220,7 @@ def _serve(connection: Connection, config: Config, log: Path | None, columns: Co
         signal.signal(signal.SIGINT, handler)
         verdicts = [tuple(verdict) for verdict in answers(asked)]
         handler = ignore_interrupts()
-        connection.send((verdicts, late_threads() <= most_late and zombies(os.getpid()) <= _MOST_ZOMBIES))
+        connection.send((verdicts, late_threads() <= _MOST_LATE))
     signal.signal(signal.SIGINT, handler)  # for exit handlers
 
 

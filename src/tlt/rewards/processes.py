@@ -1,72 +1,55 @@
-"""Reward processes: their CPU time, memory and descendants, and the log file for what they print.
-
-Descendants are read from /proc, because psutil reads all processes of the machine for them. Without Linux there are
-none.
-"""
+"""Reward processes: their memory and descendants, the log file for what they print, and the state that the user's code
+and its programs inherit. That state is the one of a program which the user starts, as far as the run allows.
+docs/rewards.md lists the differences."""
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import Any
 
 import psutil
 
-Number = TypeVar("Number", int, float)
-_PROC = Path("/proc")
-_MOST_BYTES = 16 * 2**20
+from tlt.stopping import SIGNALS
+
+_SURVIVED = (signal.SIGTERM, signal.SIGHUP)  # SIGINT only between calls, because timeouts of the user may send it
+_forking = threading.local()
+_MOST_BYTES = 16 * 2**20  # of a log file
 
 
-def descendants(pid: int | None) -> list[int]:
-    """Return the process ids of all descendants of a process, including those that left its process group."""
-    family = [pid]
-    for one in family:
-        with suppress(OSError):  # the process has ended
-            for thread in (_PROC / f"{one}/task").iterdir():
-                family += map(int, (thread / "children").read_text(encoding="utf-8").split())
-    return [one for one in family[1:] if one]
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return all descendants of a process, including those that left its process group."""
+    with suppress(psutil.Error):  # the process has ended
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 def kill_descendants(pid: int) -> None:
-    for one in descendants(pid):
-        with suppress(ProcessLookupError):
-            os.kill(one, signal.SIGKILL)
+    for process in descendants(pid):
+        with suppress(psutil.Error):
+            process.kill()
 
 
-def zombies(pid: int) -> int:
-    """Return the number of descendants of a process that have ended, and whose parent has not waited for them."""
-    return sum(_measured(one, lambda process: process.status() == psutil.STATUS_ZOMBIE) for one in descendants(pid))
-
-
-def processor_seconds(pid: int | None) -> float:
-    return _measured(pid, lambda process: sum(process.cpu_times()[:2]))
-
-
-def memory(pid: int | None, enough: int) -> int:
-    """Return the memory in bytes that a process and its descendants use.
-
-    At first, a page that forked processes share is counted once for each process. If the sum exceeds `enough` bytes,
-    measure again and count each shared page once. The second measurement takes longer.
-    """
-    family = [pid, *descendants(pid)]
-    at_most = sum(_measured(one, lambda process: process.memory_info().rss) for one in family)
-    if at_most <= enough:
-        return at_most
-    return sum(_measured(one, lambda process: process.memory_full_info().pss) for one in family)
-
-
-def _measured(pid: int | None, measure: Callable[[psutil.Process], Number]) -> Number | int:
-    """Return a measurement of a process, or 0 if the process has ended."""
-    try:
-        return measure(psutil.Process(pid)) if pid else 0
-    except psutil.Error:
-        return 0
+def memory(pid: int) -> int:
+    """Return the memory in bytes that a process and its descendants use. A page that they share counts once."""
+    total = 0
+    for process in (psutil.Process(pid), *descendants(pid)):
+        with suppress(psutil.Error):
+            total += process.memory_full_info().pss
+    return total
 
 
 class Output:
@@ -110,3 +93,64 @@ class Output:
         for stream, number in ((sys.stdout, 1), (sys.stderr, 2)):
             stream.flush()
             os.dup2(file, number)
+
+
+# -- the inherited state -----------------------------------------------------------------------------------------------
+
+
+def make_usual(connection: Connection) -> None:
+    """Undo what the start of this process changed for user code. `connection` leads to the driver. The driver has
+    blocked the signals of the run (`SIGNALS`), which this function unblocks."""
+    multiprocessing.set_start_method(None, force=True)  # it was that of this process, `spawn`
+    os.dup2(sys.stdin.fileno(), 0)  # multiprocessing has emptied `sys.stdin`, but programs would read the terminal
+    os.set_inheritable(connection.fileno(), False)  # a program that outlives this process would keep it open
+    atexit.register(_kill_own_descendants)  # exit handlers that are registered later run before
+    _handle_signals(connection)
+
+
+def _handle_signals(connection: Connection) -> None:
+    """Survive signals that all processes of the run receive, because the run ends after its current step. They are not
+    ignored, because programs would inherit that, and could not be terminated. Forked processes get the former
+    handlers."""
+    formers = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}  # drops those that are pending
+    for number, former in formers.items():
+        survives = number in _SURVIVED and former is not signal.SIG_IGN
+        signal.signal(number, _survive if survives else former)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=partial(_leave, connection, formers))
+
+
+def ignore_interrupts() -> Any:
+    """Ignore SIGINT, because no call of the user's code is running. Return its handler."""
+    return signal.signal(signal.SIGINT, signal.SIG_IGN) or signal.SIG_DFL  # None is a handler that is not Python's
+
+
+def _survive(number: int, frame: FrameType | None) -> None:
+    """Ignore a signal. If this process has started programs, which may have received it too, end instead, so that the
+    call is repeated in a new process."""
+    if descendants(os.getpid()) or resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss:
+        _kill_own_descendants()
+        os._exit(128 + number)
+
+
+def _block() -> None:
+    """Block signals during a fork. A new process would lose a signal that it receives before `_leave`."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SURVIVED)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _leave(connection: Connection, formers: Mapping[signal.Signals, Any]) -> None:
+    """Make a forked process of the user independent of the reward process."""
+    connection.close()
+    atexit.unregister(_kill_own_descendants)
+    for number in _SURVIVED:
+        if signal.getsignal(number) is _survive:
+            signal.signal(number, formers[number])
+    _unblock()
+
+
+def _kill_own_descendants() -> None:
+    kill_descendants(os.getpid())

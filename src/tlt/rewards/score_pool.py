@@ -14,8 +14,9 @@ from tlt.rewards.isolated import IsolatedScore
 from tlt.rewards.verdicts import DIED, Verdict
 from tlt.types import Prompt
 
-_MOST = 64  # maximum number of processes
-_CHECK_SECONDS = 0.1  # time between two checks whether the pool needs more processes
+MOST = max(8, (os.cpu_count() or 1) // 2)
+"""largest number of processes"""
+_CHECK_SECONDS = 0.1  # time between two checks whether the pool needs another process
 
 
 class Waiting(NamedTuple):
@@ -25,6 +26,8 @@ class Waiting(NamedTuple):
     asked: Any
     """`Answer` to be scored, or `Turn` of an episode that needs a reply"""
     verdict: Future[Verdict]
+    since: float
+    """time of its submission, by `time.monotonic`"""
     key: int | None = None
     """Entries with the same key go to the same process. None means any process."""
     alone: bool = False
@@ -36,21 +39,18 @@ class Waiting(NamedTuple):
 class ScorePool:
     """Pool of processes that take work from one queue.
 
-    The pool begins with one process. If working off the queue would take much longer than starting a process, the
-    number of processes doubles. `computing` limits the number of processes that use the CPU. Processes that only wait,
-    for example for a network, are limited only by the maximum of 64 processes. So reward calls that hang run
-    concurrently, and take about one timeout altogether.
+    The pool begins with one process. If an entry of the queue waits for longer than it takes to start a process,
+    another one starts, up to `MOST`. So reward calls that hang run concurrently.
     """
 
-    def __init__(self, start: Callable[[], IsolatedScore], computing: int | None) -> None:
-        """Start the first process. `start` starts a process and returns it. `computing` is by default half the number
-        of CPU cores. Raises RewardError."""
-        self._start, self._computing = start, computing or max(1, (os.cpu_count() or 1) // 2)
+    def __init__(self, start: Callable[[], IsolatedScore]) -> None:
+        """Start the first process. `start` starts a process and returns it. Raises RewardError."""
+        self._start = start
         self._queue: deque[Waiting] = deque()
         self._changed = threading.Condition()
         self._servers: list[_Server] = []
         self._homes: dict[int, _Server] = {}  # key -> its process
-        self._starting, self._closed = 0, False
+        self._is_starting, self._closed = False, False
         self._broken: BaseException | None = None
         began = time.monotonic()
         first = start()
@@ -62,7 +62,7 @@ class ScorePool:
         Calls with the same `key` go to the same process while it runs."""
         verdict: Future[Verdict] = Future()
         with self._changed:
-            self._queue.append(Waiting(prompt, asked, verdict, key))
+            self._queue.append(Waiting(prompt, asked, verdict, time.monotonic(), key))
             self._changed.notify_all()
         self._grow()
         return verdict
@@ -102,36 +102,28 @@ class ScorePool:
     # -- number of processes -------------------------------------------------------------------------------------------
 
     def _grow(self) -> None:
+        """Start another process if an entry has waited for longer than a start takes."""
         with self._changed:
-            more = 0 if self._starting or self._closed else self._missing()
-            self._starting += more
-        for _ in range(more):
-            threading.Thread(target=self._begin, daemon=True).start()
-
-    def _missing(self) -> int:
-        waiting, count = len(self._queue), len(self._servers)
-        spent = sum(server.seconds for server in self._servers)
-        each = spent / max(1, sum(server.taken for server in self._servers))
-        if waiting * each < 2 * self._start_seconds * count:
-            return 0
-        computing = sum(server.computes for server in self._servers)
-        return max(0, min(count, waiting, _MOST - count, max(count, self._computing) - computing))
+            waited = time.monotonic() - self._queue[0].since if self._queue else 0.0
+            is_full = self._is_starting or self._closed or len(self._servers) >= MOST
+            if is_full or waited < self._start_seconds:
+                return
+            self._is_starting = True
+        threading.Thread(target=self._begin, daemon=True).start()
 
     def _begin(self) -> None:
         try:
-            scorer = self._start()
+            self._serve(self._start())
         except BaseException as error:
             with self._changed:
-                self._starting -= 1
+                self._is_starting = False
                 if not self._servers:
                     self._broken = error
-            return
-        self._serve(scorer, started=1)
 
-    def _serve(self, scorer: IsolatedScore, started: int = 0) -> None:
+    def _serve(self, scorer: IsolatedScore) -> None:
         server = _Server(scorer, self._work)
         with self._changed:
-            self._starting -= started
+            self._is_starting = False
             self._servers.append(server)
         server.thread.start()
 
@@ -139,13 +131,13 @@ class ScorePool:
 
     def _work(self, server: _Server) -> None:
         while taken := self._take(server):
-            server.begin(len(taken))
+            server.works = True
             try:
                 verdicts = server.scorer.score_all([(one.prompt, one.asked) for one in taken])
             except BaseException as error:  # the process has ended and cannot be started again
                 self._lose(server, taken, error)
                 return
-            server.end()
+            server.works = False
             if not server.scorer.runs:
                 self._free_keys(server)
             self._give(taken, verdicts)
@@ -208,39 +200,15 @@ class ScorePool:
             self._servers.remove(server)
             self._queue.extendleft(reversed(taken))
             self._changed.notify_all()
-            if not self._servers and not self._starting:
+            if not self._servers and not self._is_starting:
                 self._broken = error
 
 
 class _Server:
-    """Process of the pool, with the number of entries that it took from the queue and its seconds of work. `work` gives
-    it entries, in a thread of this process."""
+    """Process of the pool. `work` gives it entries, in a thread of this process."""
 
     def __init__(self, scorer: IsolatedScore, work: Callable[[_Server], None]) -> None:
         self.scorer = scorer
+        self.works = False
+        """whether the process works on a call"""
         self.thread = threading.Thread(target=work, args=(self,), daemon=True)
-        self.taken = 0
-        self._spent, self._began = 0.0, 0.0
-
-    def begin(self, count: int) -> None:
-        self.taken += count
-        self._began = time.monotonic()
-
-    def end(self) -> None:
-        self._spent, self._began = self.seconds, 0.0
-
-    @property
-    def works(self) -> bool:
-        """Whether the process works on a call."""
-        return self._began > 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that the process has spent on calls, including the current call."""
-        return self._spent + (time.monotonic() - self._began if self._began else 0.0)
-
-    @property
-    def computes(self) -> bool:
-        """Whether the process computes and does not only wait: its CPU time is more than a tenth of the time of its
-        calls. The threshold is low, because the process may get only a small share of a busy CPU."""
-        return self.scorer.processor_seconds() > 0.1 * self.seconds

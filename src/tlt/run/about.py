@@ -26,12 +26,6 @@ def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> 
     _, source = config.data.source
     unused = getattr(tokenizer, "chat_template", None) and not config.data.chat
     hints = "; the model's chat template is not used (data.chat = true uses it)" if unused else ""
-    if config.eval.path and not config.eval.every:
-        hints += "; eval.path is not used (eval.every above 0 uses it)"
-    if config.reward.environment and not config.data.chat and not config.rollout.stop_strings:
-        hints += "; a turn ends only at an end token of the model (rollout.stop_strings ends it at a text)"
-    if begun := sum(prompt.messages[-1]["role"] == "assistant" for prompt in prompts if prompt.messages):
-        hints += f"; {begun} with a last message of the model, which the response continues"
     if prompts and config.rollout.prompts_per_step > len(prompts):
         hints += f"; each step repeats prompts (rollout.prompts_per_step = {config.rollout.prompts_per_step} is above)"
     shown, per_step = counted(len(prompts), "prompt"), counted(responses, "response")
@@ -78,7 +72,7 @@ def about_memory(config: Config) -> str:
 def about_folder(config: Config) -> str:
     """Return a log line with the files that the run will write, how often it saves checkpoints, and its trackers."""
     run = config.run
-    files = ["metrics.jsonl", *["completions.jsonl"] * bool(run.completions_mb), "report.html", "summary.json"]
+    files = ["metrics.jsonl", "completions.jsonl", "report.html", "summary.json"]
     every = f"every {counted(run.save_every, 'step')} and at the end" if run.save_every else "at the end"
     followed = f", then runs {run.on_save}" if run.on_save else ""
     trackers = names_of(run.trackers)

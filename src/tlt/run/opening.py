@@ -170,14 +170,8 @@ def _refuse_other_prompts(run: Run, state: dict[str, Any], same: bool, force: Co
     changed."""
     key, source = run.config.data.source
     if key not in force:
-        what = f"the prompts of {source} are not those of the run to be resumed"
-        if same:
-            what = f"the columns of {source}, which the reward may read, are not those of the run to be resumed"
-        elif state.get("texts") == run.fingerprints["texts"]:
-            what = (
-                "the prompts have the same texts as in the run to be resumed but other tokens, because the tokenizer, "
-                "its chat template, data.chat or the version of transformers has changed"
-            )
-        raise DataError(f"{what}: restore them, or set --force {key} to continue with these, or start a new run")
+        what = f"columns of {source}, which the reward may read," if same else f"prompts of {source}, or their tokens,"
+        remedy = f"restore them, or set --force {key} to continue with these, or start a new run"
+        raise DataError(f"the {what} are not those of the run to be resumed: {remedy}")
     if all(change["key"] != key for change in run.changes):  # the content of the file has changed, but not its name
         run.changes.append({"step": state["step"], "key": key, "before": source, "now": source, "effect": "forced"})

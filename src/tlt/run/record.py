@@ -24,15 +24,13 @@ class Record:
 
     def __init__(self, config: Config, folder: Path, first_step: int, last: dict[str, Any] | None = None) -> None:
         self.metrics = MetricsWriter(folder, first_step, last)
-        limit = config.run.completions_mb * 2**20
-        self.completions = CompletionsWriter(folder, first_step, limit) if limit else None
+        self.completions = CompletionsWriter(folder, first_step)
         self.trackers = Trackers(makers_of(config), TrackedRun(folder, first_step, config.model_dump(mode="json")))
 
     def write(self, result: StepResult) -> None:
         """Write the metrics and responses of a step. Raises MetricsError if a file cannot be written."""
         metrics = result.metrics
-        if self.completions:
-            self.completions.write(metrics.step, result.completed)
+        self.completions.write(metrics.step, result.completed)
         self.metrics.write(metrics)
         self.trackers.log(metrics.step, asdict(metrics))
 

@@ -19,8 +19,8 @@ from tlt.models.device import torch_dtype
 # Fields that do not affect the weights. Prompts, model and reward functions are compared by the content of their files.
 _FREE = (
     *("run.folder", "run.keep", "run.save_every", "run.overwrite", "run.compare_every"),
-    *("run.trackers", "run.completions_mb", "run.stop_within", "run.on_save"),
-    *("reward.timeout_seconds", "reward.workers", "reward.folder"),
+    *("run.trackers", "run.stop_within", "run.on_save"),
+    *("reward.timeout_seconds", "reward.folder"),
     *("model.hub", "data.hub"),
     *("data.path", "data.prompt_column", "data.answer_column", "data.template", "data.chat", "data.max_prompt_tokens"),
     "data.long_prompts",

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from queue import SimpleQueue
-from threading import Event, Thread
 from typing import Any, NamedTuple, Protocol
 
 from tlt.config import Config, ConfigError
 from tlt.config.registry import TRACKERS, maker
+from tlt.files import read_json
 from tlt.metrics import leaves, write_json
 from tlt.rewards.scores import imported
 from tlt_rl import install_hint
 
 _log = logging.getLogger(__name__)
 _IDS = "trackers.json"
-_PATIENCE = 60.0  # longest time in seconds that a call of a tracker may take at the end of the run
 
 
 class Tracker(Protocol):
@@ -66,16 +63,17 @@ class WeightsAndBiases:
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
+        ids = run.folder / _IDS
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "tlt"),
             name=run.folder.resolve().name,
             dir=str(run.folder),
             config=dict(run.config),
-            id=known_id(run, "wandb"),
+            id=read_json(ids)["wandb"] if run.first_step > 1 and ids.is_file() else None,
             resume="allow",
             settings=wandb.Settings(console="off"),  # otherwise wandb would store every frame of the live display
         )
-        remember_id(run, "wandb", self.run.id)
+        write_json(ids, {"wandb": self.run.id})
         self.run.define_metric("*", step_metric="step")  # a resumed run repeats steps, but W&B's own step only rises
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -108,66 +106,33 @@ def makers_of(config: Config) -> dict[str, Callable[[TrackedRun], Tracker]]:
 
 
 class Trackers:
-    """All trackers of a run. They log in a thread of their own, so a slow tracker delays no step. A tracker that fails
-    gets no further metrics. The run continues, because metrics.jsonl is complete."""
+    """All trackers of a run. A tracker that fails gets no further metrics. The run continues, because metrics.jsonl is
+    complete."""
 
     def __init__(self, makers: Mapping[str, Callable[[TrackedRun], Tracker]], run: TrackedRun) -> None:
         self._open: dict[str, Tracker] = {}
-        self._calls = SimpleQueue[Callable[[], Any] | None]()  # None ends the thread
-        # one thread, because some trackers have one run per thread; a daemon, so that a hanging tracker ends no run
-        self._thread = Thread(target=self._make_calls, name="trackers", daemon=True)
-        self._thread.start()
         for name, make in makers.items():
-            self._calls.put(partial(self._start, name, make, run))
-        started = Event()
-        self._calls.put(started.set)
-        started.wait()
+            if found := self._guarded(name, partial(make, run)):
+                self._open[name] = found
         atexit.register(self.close)  # for a run that ends by an error
-
-    def _start(self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
-        if found := self._guarded(name, lambda: make(run)):
-            self._open[name] = found
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = dict(scalars(metrics))
-        self._for_each(lambda tracker: tracker.log(step, values))
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, partial(tracker.log, step, values))
 
     def close(self) -> None:
-        """Close the trackers after they have logged everything. Give up if a call takes more than 60 s."""
         atexit.unregister(self.close)
-        self._for_each(lambda tracker: tracker.close())
-        self._calls.put(None)
-        while self._thread.is_alive():
-            left = self._calls.qsize()
-            self._thread.join(_PATIENCE)
-            if self._thread.is_alive() and self._calls.qsize() == left:
-                _log.warning("a tracker did not answer within %g s: it lacks the last metrics", _PATIENCE)
-                return
-
-    def _make_calls(self) -> None:
-        for call in iter(self._calls.get, None):
-            call()
-
-    def _for_each(self, act: Callable[[Tracker], None]) -> None:
-        """Let the thread call `act` with each tracker."""
-
-        def call() -> None:
-            for name, tracker in list(self._open.items()):
-                self._guarded(name, lambda tracker=tracker: act(tracker))
-
-        self._calls.put(call)
+        for name, tracker in list(self._open.items()):
+            self._guarded(name, tracker.close)
 
     def _guarded(self, name: str, act: Callable[[], Any]) -> Any:
         try:
             return act()
-        except BaseException as error:  # such as a network, service or disk error; some services call sys.exit
-            reason = " ".join(str(error).split())[:300]
-            _log.warning(
-                "the tracker %s failed (%s: %s) and gets no further metrics; the run continues",
-                name,
-                type(error).__name__,
-                reason,
-            )
+        except (Exception, SystemExit) as error:  # such as a network, service or disk error; some services exit
+            kind, reason = type(error).__name__, " ".join(str(error).split())[:300]
+            message = "the tracker %s failed (%s: %s) and gets no further metrics; the run continues"
+            _log.warning(message, name, kind, reason)
             self._open.pop(name, None)
             return None
 
@@ -178,15 +143,3 @@ def scalars(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     for name, value in leaves(metrics, "/"):
         if isinstance(value, int | float) and name != "step":
             yield name.replace(" ", "_"), value
-
-
-def known_id(run: TrackedRun, name: str) -> str | None:
-    """Return the tracker's id of the run that is resumed; None for a new run. `name` is the tracker's name."""
-    path = run.folder / _IDS
-    return json.loads(path.read_text(encoding="utf-8")).get(name) if run.first_step > 1 and path.is_file() else None
-
-
-def remember_id(run: TrackedRun, name: str, known: str) -> None:
-    path = run.folder / _IDS
-    ids = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    write_json(path, ids | {name: known})

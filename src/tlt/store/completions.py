@@ -16,11 +16,11 @@ NAME, OLDER = "completions.jsonl", "completions.old.jsonl"
 
 
 class CompletionsWriter:
-    """Writer of completions.jsonl with a size limit. If the file would exceed half of the limit, it is first renamed to
-    `completions.old.jsonl`, and replaces an earlier file of that name. When a run is resumed, lines of `first_step` and
-    later steps are deleted first."""
+    """Writer of completions.jsonl with a size limit (default 1 GiB). If the file would exceed half of the limit, it is
+    first renamed to `completions.old.jsonl`, and replaces an earlier file of that name. When a run is resumed, lines
+    of `first_step` and later steps are deleted first."""
 
-    def __init__(self, folder: Path, first_step: int, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, first_step: int, limit_bytes: int = 2**30) -> None:
         self.path, self.older, self.half = folder / NAME, folder / OLDER, limit_bytes // 2
         for path in (self.older, self.path):
             _cut(path, first_step)

@@ -78,7 +78,7 @@ def test_plain_functions_do_not_share_the_event_loop_of_async_ones() -> None:
 
 
 READS = """
-from test_inherited import IsolatedScore, config, judged
+from test_processes import IsolatedScore, config, judged
 if __name__ == "__main__":
     isolated = IsolatedScore(config("reads_its_input"))
     print(judged(isolated))
@@ -104,14 +104,6 @@ def test_a_crash_is_seen_at_once_though_a_child_lives_on(left: str) -> None:
     """Its child inherits the file descriptors of the process."""
     isolated = IsolatedScore(config("crashes_but_not_its_child", timeout_seconds=8.0))
     assert judged(isolated, left).outcome == "crash"
-    isolated.close()
-
-
-def test_orphans_that_ended_do_not_accumulate() -> None:
-    isolated = IsolatedScore(config("leaves_orphans"))
-    first = judged(isolated, "40").reward
-    assert (judged(isolated, "40").reward, isolated.runs) == (first, False)
-    assert judged(isolated, "0").reward not in (first, None)
     isolated.close()
 
 
