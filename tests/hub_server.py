@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 Files = dict[str, bytes]
-_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|preupload|commit)/([^?]+))?(?:\?.*)?")
+_API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)/([^?]+))?(?:\?.*)?")
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/([^?]+)(?:\?.*)?")
 
 
@@ -27,7 +26,6 @@ class Hub:
         self.commits: dict[str, dict[str, Files]] = {}
         self.heads: dict[str, str] = {}
         self.gated: set[str] = set()
-        self.private: dict[str, bool] = {}
         self.refuses: set[str] = set()
         """files that are answered by 503"""
         self.cut: dict[str, int] = {}
@@ -135,50 +133,3 @@ class _Handler(BaseHTTPRequestHandler):
                 headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
             cut = self.hub.cut.pop(name, None) if self.command == "GET" else None
             self.answer(206 if start else 200, content[start:], cut, **headers)
-
-    def do_POST(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        body = self.rfile.read(length) if length else self._chunks()
-        self.hub.requests.append(("POST", self.path))
-        if self.headers.get("Authorization") != "Bearer good":
-            self.answer_error(401, "")
-        elif self.path == "/api/repos/create":
-            self._create(json.loads(body))
-        elif self.path == "/api/validate-yaml":
-            self.answer_json({"errors": [], "warnings": []})
-        elif found := _API.fullmatch(self.path):
-            self._upload(f"{found[1]}/{found[2]}", found[3], body)
-        else:
-            self.answer_error(404, "")
-
-    def _chunks(self) -> bytes:
-        body = b""
-        while size := int(self.rfile.readline(), 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
-
-    def _create(self, wanted: dict[str, Any]) -> None:
-        name = f"{wanted['organization']}/{wanted['name']}" if wanted.get("organization") else wanted["name"]
-        repository, url = f"models/{name}", json.dumps({"url": f"{self.hub.address}/{name}", "id": name}).encode()
-        if repository in self.hub.commits:
-            self.answer(409, url)
-            return
-        self.hub.private[repository] = bool(wanted.get("private") or wanted.get("visibility") == "private")
-        self.hub.commit(repository, {})
-        self.answer(200, url)
-
-    def _upload(self, repository: str, what: str, body: bytes) -> None:
-        if what == "preupload":
-            files = [file["path"] for file in json.loads(body)["files"]]
-            modes = [{"path": path, "uploadMode": "regular", "shouldIgnore": False} for path in files]
-            self.answer_json({"files": modes})
-            return
-        lines = [json.loads(line) for line in body.splitlines() if line.strip()]
-        files = {
-            line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in lines if line["key"] == "file"
-        }
-        sha = self.hub.commit(repository, files)
-        address = f"{self.hub.address}/{repository.partition('/')[2]}"
-        self.answer_json({"success": True, "commitOid": sha, "commitUrl": f"{address}/commit/{sha}"})

@@ -129,7 +129,6 @@ def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("--to", default="hf", choices=["hf", "vllm", "sglang"], help="engine that will load the export")
     export.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="number format")
     export.add_argument("--model", type=Path, help="for a drafter: folder or name of its target model")
-    export.add_argument("--push", metavar="REPO", help="upload OUT to this repository on the hub; a new one is private")
     export.set_defaults(command=_export)
 
 
@@ -185,17 +184,11 @@ def _generate(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _export(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"unknown option {overrides[0].partition('=')[0]}: see tlt export --help")
-    from tlt.store.hub import push, refuse_no_repository
-
     refuse_export_mistakes(arguments.source, arguments.out)
-    if arguments.push:
-        refuse_no_repository(arguments.push)
     from tlt.commands.export import export
 
     for line in export(arguments.source, arguments.out, arguments.to, arguments.dtype, arguments.model):
         print(line)
-    if arguments.push:
-        print(f"uploaded {arguments.out} to {push(arguments.out, arguments.push)}")
     return 0
 
 

@@ -347,24 +347,6 @@ def test_held_out_prompts_have_a_name_too(hub: Hub, tmp_path: Path) -> None:
     assert [prompt.text for prompt in load_prompts(held_out, lambda text: [1])] == ["main test"]
 
 
-def test_an_export_is_pushed(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("tlt.commands.export.check_export", lambda out, facts: None)
-    command = ["export", "org/tiny", "out", "--dtype", "float32", "--push", "me/mine"]
-    assert (exit_code([*command[:-1], "mine"]), (tmp_path / "out").exists()) == (2, False)  # before any work
-    assert exit_code(command) == 2
-    message = capsys.readouterr().err
-    assert "out is written, but cannot be uploaded to me/mine (" in message
-    assert "run hf upload me/mine out . --private" in message
-    monkeypatch.setenv("HF_TOKEN", "good")
-    for out in ("first", "second"):  # into a new repository, and into one that is there
-        assert exit_code([word if word != "out" else out for word in command]) == 0
-        assert hub.commits["models/me/mine"][hub.heads["models/me/mine"]] == files_in(tmp_path / out)
-    assert hub.private == {"models/me/mine": True}
-    assert f"uploaded {out} to {hub.address}/me/mine" in capsys.readouterr().out
-
-
 def test_a_first_try_needs_no_recipe(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.commit(DATA, NAMED)
     configs: list[Config] = []

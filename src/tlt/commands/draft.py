@@ -36,7 +36,7 @@ from tlt.progress import console, working
 from tlt.sampling import make_requests
 from tlt.spot.buffer import HarvestBuffer, pieces
 from tlt.spot.trainer import DrafterTrainer
-from tlt.spot.unroll import Pack, packs
+from tlt.spot.unroll import packs
 from tlt.stopping import SignalRecord, Stopped, handled
 from tlt.store.hub import from_hub
 from tlt.types import Request
@@ -47,9 +47,7 @@ _HELD_BACK = 5  # one in five of the other prompts is for validation, which sele
 _EVALUATING, _JUDGING = 0.1, 0.2  # seconds of validation, and of the final evaluation, per second of training
 _ALONE = 120.0  # seconds of the evaluation of a drafter without training
 _EVALUATED = 2048  # number of tokens that a validation uses
-_OVERFITTED = 0.1  # gap between the acceptance rates of the first draft token in training and validation
 _LEAST_ROUNDS = 8  # minimum number of rounds of a final evaluation, even if they exceed its time
-_RISING = 1.01  # if the accept length grew by this factor in the last quarter, training is not finished
 _JUDGED = Strategy("eagle", 6)  # strategy of the final evaluation
 
 
@@ -99,16 +97,15 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
             f"{signals.name} ended the collection of training data: the drafter was not trained and nothing was kept",
             signals.number,
         )
-    harvested, more_data = time.perf_counter() - began, "raise --tokens"
+    harvested = time.perf_counter() - began
     if buffer.tokens < harvest_tokens:
-        more_data = "give more prompts or raise rollout.group_size"
         short = f"{buffer.tokens:,} of {harvest_tokens:,} tokens collected, because all prompts are answered"
-        console().print(f"{short}: for more, {more_data}", soft_wrap=True)
+        console().print(f"{short}: for more, give more prompts or raise rollout.group_size", soft_wrap=True)
     trainer = DrafterTrainer(layer, bench.target, config.speculation.training, config.run.seed)
     held = {*sorted({item.prompt_id for item in buffer.items})[::_HELD_BACK]}
     taught = [item for item in buffer.items if item.prompt_id not in held]
     if not taught:
-        raise ConfigError(f"too few tokens of training data ({buffer.tokens}): {more_data}")
+        raise ConfigError(f"too few tokens of training data ({buffer.tokens}): raise --tokens, or give more prompts")
     held_back = [item for item in buffer.items if item.prompt_id in held]
     with handled(signals.receive_signal):
         curve = fit(trainer, taught, held_back, seconds, lambda: bool(signals))
@@ -133,7 +130,7 @@ def train_drafter(config: Config, folder: Path, harvest_tokens: int, seconds: fl
     layer.acceptance_rate = result["acceptance_rate"][0]
     _save(layer, folder, facts | {"held_out": [result]})
     _print(result)
-    console().print(curve.advice(more_data))
+    console().print(f"acceptance rate of the first draft token in validation: {curve.acceptance_rate:.0%}")
     use = f"--speculation.drafter adaptive --speculation.path {folder}"
     console().print(f"the drafter is in {folder}: use it with {use}")
 
@@ -187,50 +184,35 @@ def _refuse_full_memory(bench: Workbench, layer: EagleLayer, tokens: int) -> Non
 
 
 class Curve:
-    """Learning curve of a drafter: acceptance rates on validation prompts and on training prompts."""
+    """Learning curve of a drafter: acceptance rates on validation prompts."""
 
-    def __init__(self, trainer: DrafterTrainer, taught: Sequence[Harvest], held_back: Sequence[Harvest]) -> None:
+    def __init__(self, trainer: DrafterTrainer, held_back: Sequence[Harvest]) -> None:
         self.trainer = trainer
-        self.held_back, self.taught = (self._sample(items) for items in (held_back, taught))
+        drawn = pieces(held_back, _EVALUATED, _EVALUATED // 4, random.Random(0))
+        most, device = trainer.config.micro_batch_tokens, trainer.target.device
+        self.held_back = list(packs(drawn, most, device, random.Random(0)))
         self.seconds = self.longest = 0.0
         """duration in seconds of all evaluations so far (`seconds`), and of the longest one (`longest`)"""
         self.points: list[dict[str, Any]] = []
-        """One entry per evaluation: seconds of training, accept length of a chain in validation, and acceptance rate by
-        depth in validation (`held_back`) and in training (`taught`)"""
+        """One entry per evaluation: seconds of training, and accept length of a chain and acceptance rate by depth in
+        validation (`held_back`)"""
         self.best = {name: tensor.clone() for name, tensor in trainer.layer.state_dict().items()}
         self.accept_length = self.acceptance_rate = 0.0
         """accept length of a chain (`accept_length`) and acceptance rate of its first draft token (`acceptance_rate`),
         both measured with the weights `best` in validation"""
 
-    def _sample(self, items: Sequence[Harvest]) -> list[Pack]:
-        drawn, trainer = pieces(items, _EVALUATED, _EVALUATED // 4, random.Random(0)), self.trainer
-        return list(packs(drawn, trainer.config.micro_batch_tokens, trainer.target.device, random.Random(0)))
-
     def evaluate(self, spent: float) -> None:
         """Evaluate the drafter after `spent` seconds. Keep its weights if they are the best so far on validation
         prompts."""
         began, layer = time.perf_counter(), self.trainer.layer
-        held_back, taught = (self.trainer.acceptance(packs) for packs in (self.held_back, self.taught))
+        held_back = self.trainer.acceptance(self.held_back)
         accepted = 1 + sum(accumulate(held_back, mul))
         if accepted > self.accept_length:
             self.accept_length, self.acceptance_rate = accepted, held_back[0]
             self.best = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-        point = {"seconds": spent, "accept_length": accepted, "held_back": held_back, "taught": taught}
-        self.points.append(point)
+        self.points.append({"seconds": spent, "accept_length": accepted, "held_back": held_back})
         took = time.perf_counter() - began
         self.seconds, self.longest = self.seconds + took, max(self.longest, took)
-
-    def advice(self, more_data: str) -> str:
-        """Return the acceptance rates in one sentence, with advice on whether more time or more data would help.
-        `more_data` says how to get more data."""
-        held_back, taught = self.points[-1]["held_back"][0], self.points[-1]["taught"][0]
-        rates = f"acceptance rate of the first draft token: {taught:.0%} in training, {held_back:.0%} in validation"
-        lengths = [point["accept_length"] for point in self.points]
-        if lengths[-1] > _RISING * max(lengths[: max(1, 3 * len(lengths) // 4)]):
-            return f"{rates}: raise --seconds, because the drafter was still improving"
-        if taught - held_back > _OVERFITTED:
-            return f"{rates}: {more_data}, because more data would help more than more time"
-        return rates
 
 
 def fit(
@@ -245,7 +227,7 @@ def fit(
     data. Return the learning curve."""
     began = time.perf_counter()
     trainer.prepare(taught, from_scratch=True)
-    curve = Curve(trainer, taught, held_back)
+    curve = Curve(trainer, held_back)
     with working("train the drafter", seconds) as work:
         for _ in chain.from_iterable(trainer.epoch(taught) for _ in count()):
             spent = time.perf_counter() - began

@@ -14,18 +14,19 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from tlt.commands.export_check import Facts, check_drafter, check_export
 from tlt.data.sampling_params import stop_token_ids
-from tlt.data.tokenizer import load_tokenizer
+from tlt.data.tokenizer import PROBES, load_tokenizer
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer, load_drafter
 from tlt.draft.formats import Format, method, write_drafter
-from tlt.files import errors_as, read_json, refuse_to_overwrite, share
+from tlt.files import errors_as, first_line, read_json, refuse_to_overwrite, share
 from tlt.models.families import decoder_options, read_config
 from tlt.models.hugging_face import load_model, save_model
 from tlt.models.model_folder import ModelError, model_folder
-from tlt.models.weights import read_safetensors
+from tlt.models.weights import read_safetensors, sha256
 from tlt.progress import working
 from tlt.rl.lora import FILE as ADAPTERS
 from tlt.rl.lora import whole_model
@@ -35,6 +36,7 @@ from tlt.store.hub import local_model
 from tlt.store.model_files import model_files, write_files
 
 To = Literal["hf", "vllm", "sglang"]
+_ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # maximum total variation distance of next-token distributions
 _DRAFT_TOKENS = 4  # number of draft tokens per pass in the commands that serve a model
 
 
@@ -143,9 +145,40 @@ def _policy(folder: Path, out: Path, dtype: torch.dtype) -> None:
     save_model(whole, out)
     write_files(model_files(folder, tokenizer), out)
     _complete(out, stop_token_ids(out, tokenizer))
-    facts = Facts.of(whole, tokenizer)
+    before = _facts(whole, tokenizer)
     del whole  # the comparison needs the memory
-    check_export(out, facts)
+    check_export(out, before)
+
+
+Facts = tuple[dict[str, Any], Tensor]
+"""facts that an export must have in common with the model: values by name, and next-token distributions [N, V]"""
+
+
+@torch.no_grad()
+def _facts(model: Any, tokenizer: Any) -> Facts:
+    config, logits = model.config, []
+    for text in PROBES[:4]:
+        tokens = [token for token in tokenizer(text)["input_ids"] if token < config.vocab_size] or [0]
+        logits.append(model(torch.tensor([tokens[: config.max_position_embeddings]]), use_cache=False).logits[0])
+    values = {"the dtype": str(model.dtype), "the sha256 of the weights": sha256(model.state_dict())}
+    return values, torch.cat(logits).float().softmax(-1)
+
+
+def check_export(folder: Path, before: Facts) -> None:
+    """Load an export with transformers. Raise ModelError, which names the first difference, if it cannot be loaded or
+    differs from the model that was exported."""
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, attn_implementation="sdpa").eval()
+        found, probs = _facts(model, load_tokenizer(folder))
+    except Exception as error:  # transformers raises errors of many kinds
+        raise ModelError(f"the export cannot be loaded by transformers ({first_line(error)})") from error
+    said = "the export differs from the trained model:"
+    for name, value in before[0].items():
+        if found[name] != value:
+            raise ModelError(f"{said} {name} was {value} and is {found[name]}")
+    worst = 0.5 * (probs - before[1]).abs().sum(-1).max().item()
+    if not worst <= _ALLOWED[model.dtype]:  # true for NaN too
+        raise ModelError(f"{said} the total variation distance of next-token distributions is {worst:.2g}")
 
 
 def _complete(out: Path, ends: Sequence[int]) -> None:
@@ -185,7 +218,6 @@ def _drafter(source: Path, model: Path, out: Path, to: To, dtype: torch.dtype, s
     weights = read_safetensors(model)
     head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
     write_drafter(layer.to(dtype), config.to_dict(), out, to, head)
-    check_drafter(out, options)
     training = source / "training.json"
     facts = read_json(training) if training.is_file() else {}
     (out / "README.md").write_text(_drafter_card(layer, facts, served, to), encoding="utf-8")
@@ -220,19 +252,6 @@ def _policy_card(policy: Path, out: Path, to: To, has_drafter: bool) -> str:
     return f"{text}{serve}{drafter}"
 
 
-def _window(layer: EagleLayer, to: Format) -> str:
-    """Return the drafter's attention window in training and in the engine, in words."""
-    options = layer.options
-    if options.window >= options.max_positions:
-        return "all previous tokens, as in training"
-    window = f"the last {options.window:,} tokens, as in training. "
-    if options.kind == "eagle3" and to != "sglang":
-        return window + "The config sets it as `sliding_window`"
-    engine = "vLLM's EAGLE-1" if to == "vllm" else "SGLang"
-    effect = f"{engine} reads no window from the config and attends to all tokens, so the acceptance rate may fall"
-    return window + effect
-
-
 def _drafter_card(layer: EagleLayer, facts: Mapping[str, Any], served: Served, to: Format) -> str:
     options, (model, out) = layer.options, served
     rows = [("drafts for", f"`{model}`"), ("kind", f"{options.kind}, one layer, with the model's embedding and head")]
@@ -240,7 +259,9 @@ def _drafter_card(layer: EagleLayer, facts: Mapping[str, Any], served: Served, t
         rows.append(("trained on", f"{facts['harvest_tokens']:,} tokens of the model's own responses"))
     if options.taps:
         rows.append(("reads", f"`hidden_states` {', '.join(map(str, options.taps))} of the model"))
-    rows.append(("attends to", _window(layer, to)))
+    rows.append(("attends to", f"the last {options.window:,} tokens, in training"))
+    first = layer.acceptance_rate
+    accepted = f"\nAcceptance rate of the first draft token: {first:.2f}.\n" if first else ""
     table = "\n".join(f"| {name} | {fact} |" for name, fact in rows)
     return f"""---
 tags: [tlt, speculative-decoding, eagle]
@@ -250,27 +271,10 @@ tags: [tlt, speculative-decoding, eagle]
 | | |
 |---|---|
 {table}
-{_by_depth(layer, facts)}
+{accepted}
 Served by {to}:
 
     {serve_command(to, model, out, method(options))}
 
 A drafter changes the speed, and not the distribution of the responses.
 """
-
-
-def _by_depth(layer: EagleLayer, facts: Mapping[str, Any]) -> str:
-    """Return a Markdown table of the acceptance rate by depth, if it was measured on held-out prompts. Otherwise return
-    a sentence with the rate of the first draft token, or an empty text if that is unknown."""
-    held_out = [(found, rates) for found in facts.get("held_out", []) if (rates := found["acceptance_rate"])]
-    if not held_out:
-        first = layer.acceptance_rate
-        return f"\nAcceptance rate of the first draft token: {first:.2f}.\n" if first else ""
-    best, rates = held_out[0]
-    cells = [f"{rate:.2f}" if rate is not None else "-" for rate in rates]
-    return (
-        f"\nOn held-out prompts, drafting with the target's own noise ({best['strategy']}): accept length "
-        f"{best['accept_length']:.2f}. Other engines draft greedily, with a lower acceptance rate.\n\n"
-        f"| depth | {' | '.join(str(d + 1) for d in range(len(cells)))} |\n|{'---|' * (len(cells) + 1)}\n"
-        f"| acceptance rate, if the tokens before were accepted | {' | '.join(cells)} |\n"
-    )

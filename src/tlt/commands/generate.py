@@ -26,7 +26,7 @@ from tlt.models.families import decoder_options, read_config
 from tlt.sampling import make_requests
 from tlt.store.checkpoint import policy_in
 from tlt.store.hub import local_data, local_model
-from tlt.types import Prompt, Request, Response
+from tlt.types import Prompt, Response
 from tlt.wording import counted
 
 OURS = ("row", "index", "response", "finish_reason")
@@ -48,8 +48,8 @@ class Asked(NamedTuple):
 
 
 def generate(config: GenerationConfig, asked: Asked, samples: int, out: Path | None) -> None:
-    """Generate `samples` responses to each prompt. Print each one as it ends, or write them to the JSONL file `out` in
-    the order of the prompts. Print the speed at the end. Raises DataError, and ValueError if the file is not empty."""
+    """Generate `samples` responses to each prompt. As each ends, print it or write it to the JSONL file `out`. Print
+    the speed at the end. Raises DataError, and ValueError if the file is not empty."""
     if out:
         refuse_to_overwrite(out)
     console = progress.console()
@@ -66,7 +66,7 @@ def generate(config: GenerationConfig, asked: Asked, samples: int, out: Path | N
     engine = load_engine(model, config.speculation, config.engine, longest)
     requests = make_requests(prompts, samples, params, config.run.seed)
     start = time.perf_counter()
-    with _shown(out, requests, console) as show, progress.working("generate", len(requests), "responses") as work:
+    with _shown(out, console) as show, progress.working("generate", len(requests), "responses") as work:
         for response in engine.generate(requests):
             show(response)
             work.advance()
@@ -124,7 +124,7 @@ def refuse_our_columns(prompts: Sequence[Prompt], file: str | None) -> None:
 
 
 @contextmanager
-def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> Iterator[Callable[[Response], None]]:
+def _shown(out: Path | None, console: Console) -> Iterator[Callable[[Response], None]]:
     def print_it(response: Response) -> None:
         request = response.request
         console.rule(f"prompt {request.prompt.prompt_id}, response {request.index}", align="left")
@@ -137,25 +137,13 @@ def _shown(out: Path | None, requests: Sequence[Request], console: Console) -> I
         file = out.open("w", encoding="utf-8", errors="backslashreplace")  # JSON escapes of lone surrogates
     except OSError as error:
         raise DataError(f"{out} cannot be written ({error.strerror}): give another --out") from None
-    places = {request.seed: place for place, request in enumerate(requests)}
-    waiting: dict[int, Response] = {}
-    written = 0
-
-    def write(response: Response) -> None:
-        """Write this response and later ones that waited for it, in the order of the requests. If an earlier response
-        is missing, let this one wait."""
-        nonlocal written
-        waiting[places[response.request.seed]] = response
-        while written in waiting:
-            file.write(_line(waiting.pop(written)))
-            written += 1
-        file.flush()
-
     with file:
-        try:
-            yield write
-        finally:  # after an interruption some responses are missing
-            file.writelines(_line(waiting[place]) for place in sorted(waiting))
+
+        def write(response: Response) -> None:
+            file.write(_line(response))
+            file.flush()
+
+        yield write
 
 
 def _line(response: Response) -> str:

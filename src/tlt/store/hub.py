@@ -104,29 +104,6 @@ def local_data(path: str, recorded: str | None = None) -> tuple[str, str | None]
     return f"{glob.escape(str(place))}/*", _with_commit(path, folder.name)
 
 
-def push(folder: Path, repository: str) -> str:
-    """Upload a folder to a model repository. A new repository is private. Return its URL. Raises HubError."""
-    from huggingface_hub import HfApi
-
-    try:
-        with _progress(f"upload {repository}"):
-            api = HfApi()
-            address = api.create_repo(repository, private=True, exist_ok=True)
-            api.upload_folder(repo_id=address.repo_id, folder_path=folder, commit_message="Upload by tlt export")
-    except Exception as error:
-        raise HubError(
-            f"{folder} is written, but cannot be uploaded to {repository} ({first_line(error)}): set HF_TOKEN to a "
-            f"token that may write there, and run hf upload {repository} {folder} . --private"
-        ) from error
-    return str(address)
-
-
-def refuse_no_repository(name: str) -> None:
-    """Raise HubError if a text is not a valid repository name such as `me/my-model`."""
-    if not re.fullmatch(_REPOSITORY, name):
-        raise HubError(f"--push {name}: give the name of a repository on the Hugging Face hub, such as me/my-model")
-
-
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
@@ -242,7 +219,7 @@ def _download(name: _Name, files: Sequence[str], commit: str | None) -> Path:
 
 @contextmanager
 def _progress(what: str) -> Iterator[None]:
-    """Show the progress of a download or upload: the bars of huggingface_hub on a terminal, else log lines."""
+    """Show the progress of a download: the bars of huggingface_hub on a terminal, else log lines."""
     from huggingface_hub.utils import disable_progress_bars
 
     if sys.stderr.isatty():
