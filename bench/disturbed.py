@@ -17,20 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from recovery import ROOT, write_recipe
-from recovery import WAYS as OF_ONE_PROCESS
+from recovery import ROOT, WAYS, write_recipe
 
 from tlt.cluster.sweeper import MARK
 
 USUAL = "whole weights"
-_EARLY: dict[str, dict[str, Any]] = {"early log-probs": {}, "early gradients": {"updates_per_step": 1}}
-WAYS = OF_ONE_PROCESS | _EARLY
-"""ways to train: name -> settings of [train]"""
 PATIENCE = 4.0  # seconds: cluster.patience
 _GONE_WITHIN = 20.0  # seconds for all processes and folders of an ended run to go
 _HOOKS = ROOT / "bench" / "faults"
 _WORKER, _COORDINATOR = "tlt.cluster.run_worker:RunWorker.", "tlt.cluster.coordinator:Coordinator."
-_ALLOCATION = "tlt.cluster.allocation:Allocation."
+_ALLOCATION = "tlt.cluster.coordinator:Allocation."
 _EVALUATION = "tlt.run.train:_evaluate"
 
 
@@ -38,8 +34,7 @@ def recipe_of(
     home: Path, way: str, steps: int, buffer_tokens: int = 200_000, dtype: str = "float64", **kept: int
 ) -> Path:
     """A recipe whose rollouts have a long tail for their size, so that one worker is often idle, and whose drafter is
-    small enough to be trained then. With the ways of `_EARLY`, there are groups enough for early shards in most steps.
-    `kept`: bounds in tokens, for [speculation]."""
+    small enough to be trained then. `kept`: bounds in tokens, for [speculation]."""
     training = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2, "buffer_tokens": buffer_tokens}
     held_out = home / "held_out.jsonl"
     held_out.write_text('{"question": "and?", "answer": "a"}\n{"question": "or?", "answer": "o"}\n', encoding="utf-8")
@@ -48,7 +43,7 @@ def recipe_of(
         home,
         model={"dtype": dtype},
         rollout={
-            "prompts_per_step": 6 if way in _EARLY else 2,
+            "prompts_per_step": 2,
             "group_size": 3,
             "max_new_tokens": 64,
             "stop_strings": list("abcdefghijklm "),
@@ -76,8 +71,6 @@ class Cell(NamedTuple):
     """functions that the driver must be in"""
     first: str = ""
     """phase in which another worker gets SIGKILL first, which leads to this point"""
-    way: str = ""
-    """of `WAYS`, if runs of the others rarely come to this point"""
 
     @property
     def name(self) -> str:
@@ -95,26 +88,13 @@ class Cell(NamedTuple):
         return self.fault in ("exception", "out of memory") and self.phase in drafter
 
 
-def _points_of(way: str) -> dict[str, dict[str, Any]]:
-    """Points of an early shard: before and within its computation, before the driver knows the result, and where the
-    update uses it."""
-    early = f"{_WORKER}early_update"
-    points = {
-        "before": (early,),
-        "within": (early, "tlt.rl.shards:take_gradients"),
-        "result in flight": (early, "end"),
-        "after": (f"{_WORKER}update", "tlt.rl.shards:ShardSum.count_as_early"),
-    }
-    return {f"{way}, {when}": {"at": at, "way": way} for when, at in points.items()}
-
-
 _PHASES: dict[str, dict[str, dict[str, Any]]] = {
     "worker": {
         "decode": {"at": (f"{_WORKER}decode", "tlt.engine.engine:Engine.round"), "call": 5},
         "look-ahead": {"at": (f"{_WORKER}look_ahead", "tlt.engine.engine:Engine.round"), "call": 3},
         "update": {"at": (f"{_WORKER}update", "tlt.rl.parallel:Processes.sum_shards"), "call": 3},
         "sync": {"at": (f"{_WORKER}sync", "tlt.cluster.run_worker:take_weights")},
-        "save": {"at": (f"{_WORKER}save", "tlt.rl.trained_model:save_file")},
+        "save": {"at": (f"{_WORKER}save", "tlt.rl.policy:save_file")},
         "evaluation": {"at": (f"{_WORKER}decode", "tlt.engine.engine:Engine.round"), "during": (_EVALUATION,)},
         "rollback": {"at": (f"{_WORKER}rollback",), "first": "update"},
         "gives its state": {"at": (f"{_WORKER}state",), "first": "decode"},
@@ -122,13 +102,11 @@ _PHASES: dict[str, dict[str, dict[str, Any]]] = {
         "spot": {"at": (f"{_WORKER}train_drafter", "tlt.spot.trainer:DrafterTrainer.step"), "call": 3},
         "judgement": {"at": (f"{_WORKER}evaluate_drafter", "tlt.spot.spot:SpotTrainer.evaluate")},
         "publication": {"at": (f"{_WORKER}take_drafter", "tlt.engine.engine:Engine.draft_with")},
-        **_points_of("early log-probs"),
-        **_points_of("early gradients"),
     },
     "driver": {
         "decode": {"at": (f"{_ALLOCATION}handle_slice",), "call": 3},
-        "look-ahead": {"at": ("tlt.cluster.coming:ComingRequests.add_slice",)},
-        "update": {"at": ("tlt.cluster.group_update:GroupUpdate.read_progress",)},
+        "look-ahead": {"at": ("tlt.cluster.idle:ComingRequests.add_slice",)},
+        "update": {"at": ("tlt.cluster.remote:ClusterPolicy.read_progress",)},
         "sync": {"at": (f"{_COORDINATOR}sync",)},
         "save": {"at": ("tlt.store.checkpoint:flush",), "call": 2},
         "evaluation": {"at": (_EVALUATION, f"{_ALLOCATION}handle_slice")},

@@ -36,8 +36,8 @@ from tlt.metrics import provenance, write_json
 from tlt.models.decoder import Decoder
 from tlt.models.loading import decoder_for
 from tlt.rl.batching import by_prompt, pack
-from tlt.rl.engine_forward import EngineForward, can_follow
 from tlt.rl.logprobs import token_logprobs
+from tlt.rl.passes import EngineForward, can_follow
 from tlt.types import Request, Response
 
 FAMILIES = (

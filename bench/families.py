@@ -37,10 +37,12 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import is_fused, read_config
 from tlt.models.hugging_face import empty_model, experts_in, load_model
 from tlt.models.loading import decoder_for, folder_weights
+from tlt.rl.logprobs import FixedLogprobs
 from tlt.rl.lora import AdaptedPolicy, merged_state
+from tlt.rl.measure import TokenMetrics
 from tlt.rl.parallel import Alone
 from tlt.rl.parity import take_weights
-from tlt.rl.policy import Policy
+from tlt.rl.policy import Policy, ShardSum, Update
 from tlt.types import TrainBatch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,10 +118,11 @@ def alone(policy: Policy, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def gradient_of(policy: Policy, batch: TrainBatch) -> dict[str, Tensor]:
-    gradients, members = policy.gradients, range(len(batch.response_ids))
-    gradients.compute(gradients.plan(batch, members, Alone(), ()), None, Alone())
+    update, tokens = Update(policy, policy.passes, batch, 0, Alone()), TokenMetrics(DEVICE)
+    for micro in policy.passes.micro_batches([policy.model], batch, range(len(batch.response_ids))):
+        update.add_gradient(micro, FixedLogprobs({}, {}), ShardSum(), tokens)
     found = {n: p.grad for n, p in policy.model.named_parameters() if p.grad is not None}
-    gradients.forget()
+    policy.optimizer.zero_grad(set_to_none=True)
     return found
 
 

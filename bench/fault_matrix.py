@@ -8,7 +8,7 @@ moments of the undisturbed run after as many steps, and a process that has ended
 that raises or does not answer leaves its response without a reward, which is recorded; checkpoints of such a cell are
 not compared.
 
-Cells of one role and one fault use one run, one after the other; those of early shards use another run. A
+Cells of one role and one fault use one run, one after the other. A
 cell is over when two more steps are recorded, or six if the disk was full. Parts of the matrix may be tried one after
 the other, into one FILE.
 """
@@ -62,11 +62,11 @@ def digests(folder: Path) -> dict[int, list[str]]:
 
 
 class Matrix:
-    """Cells of one way to train."""
+    """Cells that were tried, and the undisturbed run."""
 
-    def __init__(self, home: Path, place: Path, way: str, steps: int) -> None:
+    def __init__(self, home: Path, place: Path, steps: int) -> None:
         """Do the undisturbed run. `place`: the small disk for the disturbed runs."""
-        self.place, self.recipe = place, recipe_of(home, way, steps)
+        self.place, self.recipe = place, recipe_of(home, USUAL, steps)
         self.rows: list[dict[str, Any]] = []
         whole = DisturbedRun(self.recipe, home / "whole", ("--run.save_every", "1", "--run.keep", str(steps)))
         whole.start()
@@ -75,7 +75,6 @@ class Matrix:
         self.undisturbed = {
             "steps": len(self.expected),
             "step_seconds": sum(line["seconds"]["total"] for line in lines) / steps,
-            "early_share": sum(line["update"]["early"] for line in lines) / steps,
             "left_behind": whole.left_behind,
         }
 
@@ -210,13 +209,12 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def write(path: Path, way: str, matrix: Matrix) -> None:
+def write(path: Path, matrix: Matrix) -> None:
     """Write the cells. Cells that were in the file already stay, unless they were tried again."""
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cells": [], "undisturbed": {}}
+    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"cells": []}
     by_cell = {(row["role"], row["phase"], row["fault"]): row for row in (*before["cells"], *matrix.rows)}
     rows = [by_cell[cell[:3]] for cell in CELLS if cell[:3] in by_cell]
-    undisturbed = before["undisturbed"] | {way: matrix.undisturbed}
-    tree = {"limit_seconds": _LIMIT, "undisturbed": undisturbed, "summary": summary(rows), "cells": rows}
+    tree = {"limit_seconds": _LIMIT, "undisturbed": matrix.undisturbed, "summary": summary(rows), "cells": rows}
     write_json(path, {**tree, **provenance()})
 
 
@@ -232,20 +230,16 @@ def main() -> None:
         for name in ("role", "phase", "fault"):
             chosen = getattr(arguments, name)
             wanted = [cell for cell in wanted if not chosen or getattr(cell, name) in chosen]
-        rows: list[dict[str, Any]] = []
-        for way in dict.fromkeys(cell.way or USUAL for cell in wanted):
-            (home := Path(folder) / way).mkdir()
-            matrix = Matrix(home, place, way, arguments.steps)
-            print(f"{way}, undisturbed: {matrix.undisturbed}", flush=True)
-            own = [cell for cell in wanted if (cell.way or USUAL) == way]
-            for (role, fault), cells in groupby(own, lambda cell: (cell.role, cell.fault)):
-                matrix.go_through(list(cells), f"{role} {fault}")
-                if arguments.json:
-                    write(arguments.json, way, matrix)
-            rows += matrix.rows
-    failed = [row for row in rows if not held(row)]
-    print(f"{len(rows)} of {len(wanted)} cells tried, {len(rows) - len(failed)} held")
-    sys.exit(1 if failed or len(rows) < len(wanted) else 0)
+        (home := Path(folder) / "home").mkdir()
+        matrix = Matrix(home, place, arguments.steps)
+        print(f"undisturbed: {matrix.undisturbed}", flush=True)
+        for (role, fault), cells in groupby(wanted, lambda cell: (cell.role, cell.fault)):
+            matrix.go_through(list(cells), f"{role} {fault}")
+            if arguments.json:
+                write(arguments.json, matrix)
+    failed = [row for row in matrix.rows if not held(row)]
+    print(f"{len(matrix.rows)} of {len(wanted)} cells tried, {len(matrix.rows) - len(failed)} held")
+    sys.exit(1 if failed or len(matrix.rows) < len(wanted) else 0)
 
 
 if __name__ == "__main__":

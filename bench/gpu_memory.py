@@ -25,7 +25,7 @@ from tlt.config import Config, load_config
 from tlt.models.families import decoder_options
 from tlt.models.hugging_face import checkpoint_layers
 from tlt.rl.dry_run import Need, memory_needed, own_bytes
-from tlt.rl.lora_targets import add_adapters
+from tlt.rl.lora import add_adapters
 from tlt.rl.sharded import shard_layers
 
 MODELS = ("qwen3-0.6b", "qwen3-1.7b", "qwen3-4b", "qwen3-8b")

@@ -166,7 +166,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     moments = random.Random(arguments.seed)
-    cells = [cell for cell in _CELLS if cell.way in ("", arguments.way)]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, disk(Path(folder), _MEGABYTES) as place:
         recipe = recipe_of(Path(folder), arguments.way, STEPS, dtype=arguments.dtype)
@@ -178,7 +177,7 @@ def main() -> None:
         undisturbed["left_behind"] = whole.run.left_behind
         while left > 0:
             run = DisturbedRun(recipe, place / f"run {len(rows)}")
-            trial = Trial(run, min(left, arguments.per_run), moments, cells, arguments.only, whole.comes_up)
+            trial = Trial(run, min(left, arguments.per_run), moments, _CELLS, arguments.only, whole.comes_up)
             trial.go_through()
             left -= trial.done or 1
             held = verdict(run.folder, summary["policy_sha256"], prompts=6)

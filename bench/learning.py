@@ -39,9 +39,6 @@ class Shuffled:
     def submit(self, response: Any) -> None:
         self.reward.submit(response)
 
-    def set_if_ready(self, responses: Sequence[Any]) -> bool:
-        return False  # a reward is known when all of its step are
-
     def close(self) -> None:
         self.reward.close()
 

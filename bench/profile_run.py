@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from rich.console import Console
 
-from tlt.cluster.local_pool import local_worker
+from tlt.cluster.pool import local_worker
 from tlt.cluster.remote import ClusterRollout
 from tlt.config import parse_config
 from tlt.draft.ahead import Ahead
 from tlt.engine.tuner import RoundResult
 from tlt.loop import Rollout
 from tlt.metrics import write_json
-from tlt.rl.early import Wave
 from tlt.run.display import Display
 from tlt.run.train import train
-from tlt.types import Response, RolloutStats
+from tlt.types import Request, Response, RolloutStats
 
 SKIPPED = 2
 """number of first steps that are not recorded, because they include the start-up"""
@@ -54,12 +54,17 @@ class Recorded(ClusterRollout):
         self.own, self.plain = Recording(self.worker.engine.tuner), Recording(self.worker.plain.tuner)
         self.worker.engine.tuner, self.worker.plain.tuner = self.own, self.plain
 
-    def generate(self, wave: Wave) -> tuple[list[Response], RolloutStats]:
-        found = super().generate(wave._replace(coming=()))
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
+    ) -> tuple[list[Response], RolloutStats]:
+        found = super().generate(requests, on_response)
         self.done += 1
         if self.done == SKIPPED:
             self.own.rounds, self.plain.rounds = [], []
-        if self.foresees and (following := next(iter(wave.coming), None)):
+        if self.foresees and (following := next(iter(coming), None)):
             version = self.worker.target.version
             drafts = [Ahead.of(r, version, True) for r in self.generate_plain(following, lambda response: None)]
             self.coordinator.idle.ahead.store.put(drafts)

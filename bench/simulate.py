@@ -5,7 +5,7 @@
 
 The runs of the first call stay in FOLDER and are not repeated. They take eight minutes on a quiet machine.
 
-Coordinator, allocation, order of idle work, early update, look-ahead and schedule of drafter training are those of
+Coordinator, allocation, order of idle work, look-ahead and schedule of drafter training are those of
 `tlt train`. Only the workers are simulated (`simulated.py`). Their rounds and updates take what runs with one worker
 took on this machine, and responses have the lengths and rewards of these runs (`simulated_profiles.py`). The
 calibration compares simulated runs of one, two and three workers with measured ones. Then 8 and 64 workers are
@@ -46,7 +46,6 @@ from tlt.cluster.remote import ClusterPolicy, ClusterRollout
 from tlt.cluster.supervisor import Supervisor
 from tlt.config import Config, load_config, parse_config
 from tlt.metrics import provenance, useful_share, write_json
-from tlt.rl.early import EarlyGroups, Wave, has_early_shards
 from tlt.rl.groups import make_batch
 from tlt.trace import seconds_by_state
 from tlt.types import Group, Prompt, Request, SamplingParams
@@ -65,7 +64,6 @@ class Case(NamedTuple):
     """Ways to use idle time."""
 
     drafts: bool = True
-    early: bool = False
     ahead: bool = False
     training: bool = False
 
@@ -73,10 +71,9 @@ class Case(NamedTuple):
 CASES = {
     "plain": Case(drafts=False),
     "adaptive": Case(),
-    "early update": Case(early=True),
     "look-ahead": Case(ahead=True),
     "training": Case(training=True),
-    "all": Case(early=True, ahead=True, training=True),
+    "all": Case(ahead=True, training=True),
 }
 
 
@@ -103,7 +100,7 @@ class Simulation:
             training.schedule.rests = profile.training is not None and not profile.training.gain
             training.saver = cast(Any, SimpleNamespace(save=lambda *_: None, wait=lambda: None))
             coordinator = Coordinator(supervisor, self.config, training=training)
-        self.rollout, self.policy = ClusterRollout(coordinator), ClusterPolicy(coordinator)
+        self.rollout, self.policy = ClusterRollout(coordinator), ClusterPolicy(supervisor)
 
     def _requests(self, step: int, groups: Sequence[KnownGroup]) -> list[Request]:
         found: list[Request] = []
@@ -125,7 +122,6 @@ class Simulation:
             **{name: statistics.fmean(seconds[name] for seconds, _, _ in steps) for name in steps[0][0]},
             "useful_share": useful_share((workers, counts) for _, workers, counts in steps),
             "seen_ahead": sum(c["seen_ahead"] for *_, c in steps) / sum(c["tokens"] for *_, c in steps),
-            "early": statistics.fmean(counts["early"] for *_, counts in steps),
             "states": {
                 state: sum(worker[state] for step in spent for worker in step)
                 / sum(sum(worker.values()) for step in spent for worker in step)
@@ -136,11 +132,7 @@ class Simulation:
     def _step(self, step: int) -> tuple[dict[str, float], list[dict[str, float]], dict[str, Any]]:
         """Simulate one step. Return its seconds by phase, each worker's seconds by state, and counters."""
         requests, began = self.requests[step], self.clock.now
-        early = None
-        if self.case.early and has_early_shards(self.config.train, self.config.cluster.workers):
-            early = EarlyGroups(self.config, (), requests, True, lambda responses: True)
-        listen = early.add_response if early else lambda response: None
-        responses, stats = self.rollout.generate(Wave(requests, listen, iter(self.requests[step + 1 :]), early))
+        responses, stats = self.rollout.generate(requests, lambda response: None, self.requests[step + 1 :])
         decoded = self.clock.now
         self.clock.now += self.profile.other
         self.rollout.release()
@@ -148,12 +140,12 @@ class Simulation:
         size = self.config.rollout.group_size
         ordered = [by_seed[request.seed] for request in requests]
         groups = [Group(ordered[at].request.prompt, ordered[at : at + size]) for at in range(0, len(ordered), size)]
-        update = self.policy.update(make_batch(groups, self.config), step)
+        self.policy.update(make_batch(groups, self.config), step)
         updated = self.clock.now
         self.rollout.sync(self.policy, step + 1)
         spans = self.rollout.trace()
         seconds = {"step": self.clock.now - began, "rollout": decoded - began, "update": updated - decoded}
-        return seconds, [seconds_by_state(worker) for worker in spans], vars(stats) | {"early": update["early"]}
+        return seconds, [seconds_by_state(worker) for worker in spans], vars(stats)
 
 
 # -- calibration -------------------------------------------------------------------------------------------------------
@@ -166,7 +158,7 @@ def calibrate(config: Config, runs: Path) -> tuple[Profile, list[dict[str, Any]]
     steps = recorded_lengths(runs / "workers_1")
     for workers in MEASURED:
         own = for_machine(with_workers(config, workers))
-        case = Case(drafts=True, early=True, ahead=own.speculation.look_ahead > 0, training=workers > 1)
+        case = Case(drafts=True, ahead=own.speculation.look_ahead > 0, training=workers > 1)
         folder = runs / f"workers_{workers}"
         found = Simulation(own, profile, steps, case).run(len(steps))
         if workers == 2:
@@ -209,7 +201,7 @@ def many(name: str, config: Config, profile: Profile, lengths: Lengths, slice_se
             print(
                 f"{name}, {workers} workers, {case}: a step {result['step']:.2f} s, {plain:.2f} times plain, "
                 f"{adaptive:.3f} times adaptive, useful {result['useful_share']:.0%}, seen ahead "
-                f"{result['seen_ahead']:.0%}, early {result['early']:.0%}",
+                f"{result['seen_ahead']:.0%}",
                 flush=True,
             )
     return rows

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from simulated_pool import Clock, Work
 
-from tlt.cluster.run_worker import EarlySlice
 from tlt.cluster.worker import AheadWork, DecodeWork, Slice
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.rl.batching import Packer
-from tlt.rl.early import cut, has_early_shards, has_gradient, owners_of
-from tlt.rl.shards import Held
+from tlt.rl.losses import has_gradient
+from tlt.rl.parallel import numbers_of
 from tlt.spot.schedule import RULE, Evaluation, SpotReport
 from tlt.types import PassCounts, Request, Response, RolloutStats, TrainBatch
 
@@ -129,7 +128,6 @@ class SimulatedWorker:
         self.version, self.ends, self.rollout = 0, 0.0, -1
         self.rows: dict[int, Live] = {}
         self.stats = RolloutStats()
-        self.early: dict[int, tuple[float, float]] = {}  # early shard -> tokens done, and tokens of the shard
         self.has_data = False  # whether a rollout has ended, from which the drafter can be trained
 
     # -- decoding ------------------------------------------------------------------------------------------------------
@@ -210,46 +208,21 @@ class SimulatedWorker:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def early_update(self, shard: int, batch: TrainBatch, seconds: float, number: float = math.inf) -> Work:
-        began = self.clock.now
-        done, whole = self.early.get(shard, (0.0, float(self._tokens(batch))))
-        micro = self.config.train.micro_batch_tokens
-        while done < whole and self.ends < number and self.clock.now - began < seconds:
-            part = min(micro, whole - done)
-            yield part * self.profile.update, math.inf
-            done += part
-            self.early[shard] = done, whole
-        return EarlySlice(shard, done / whole if whole else 1.0, self.clock.now - began)
-
-    def _tokens(self, batch: TrainBatch, members: Sequence[int] | None = None) -> int:
-        """Return the number of tokens to compute for responses that have a gradient."""
-        members = range(len(batch.response_ids)) if members is None else members
-        return self.packer.work(batch, [i for i in members if has_gradient(batch, i, self.config.train)])
-
-    def update(self, batch: TrainBatch, step: int, rendezvous: Any, rank: int, size: int, held: Held) -> Work:
+    def update(self, batch: TrainBatch, step: int, rendezvous: Any, rank: int, size: int) -> Work:
         """Take as long as the worker with the most work, because all wait for the sum of gradients. The first member
         does this for all."""
         if rank:
             return {}
-        train, members = self.config.train, range(len(batch.response_ids))
-        late = [i for i in members if has_gradient(batch, i, train)]
-        early: list[list[int]] = []
-        if has_early_shards(train, self.config.cluster.workers):
-            prompts = self.config.rollout.prompts_per_step
-            early, late = cut(batch, set(late).__contains__, prompts, self.config.cluster.workers)
-        shards = [*early, *self.packer.all_shards(batch, late, self.config.cluster.workers)]
-        work = [self._tokens(batch, shard) for shard in shards]
-        begun = [{k: share for k, share in own.items() if k < len(early)} for own in held]
-        done = {k: share for own in begun for k, share in own.items()}
-        owners = owners_of(work, begun or [{}] * size)
-        most = max(sum(work[k] * (1 - done.get(k, 0.0)) for k in own) for own in owners)
+        counted = [i for i in range(len(batch.response_ids)) if has_gradient(batch, i, self.config.train)]
+        count = self.config.cluster.workers
+        work = [self.packer.work(batch, shard) for shard in self.packer.all_shards(batch, counted, count)]
+        most = max(sum(work[k] for k in numbers_of(member, size, count)) for member in range(size))
         seconds = most * self.profile.update + self.profile.optimizer
         yield seconds / self.profile.speed(size) + self.profile.group * (size > 1), math.inf
-        computed = sum(work[k] * share for k, share in done.items())
-        return {"early": computed / (sum(work) or 1)}
+        return {}
 
     def sync(self, version: int) -> Work:
-        self.version, self.has_data, self.early = version, True, {}
+        self.version, self.has_data = version, True
         yield self.profile.sync, math.inf
 
     # -- drafter -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-from tlt.cluster.local_pool import LocalPool
+from tlt.cluster.pool import LocalPool
 
 _LAST = 1e-9  # seconds below which work has ended
 

@@ -34,7 +34,7 @@ from tlt.build import for_machine
 from tlt.config import Config, ConfigError, load_config, parse_config
 from tlt.metrics import provenance, read_metrics, write_json
 from tlt.run.resume import as_at_its_start
-from tlt.trace import AHEAD, EARLY, ROLLOUT, SPOT, UPDATE
+from tlt.trace import AHEAD, ROLLOUT, SPOT, UPDATE
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"drafter": "off", "path": None, "training": {"idle": False}},
@@ -77,7 +77,7 @@ class Mode:
         workers) decoding ahead, training the drafter, and idle. Waiting for the run's turn is not idle time."""
         phases = of_the_step(self.summary["seconds"])
         workers = [worker["seconds"] for worker in self.summary["workers"]]
-        busy = sum(sum(seconds[state] for state in (ROLLOUT, EARLY, AHEAD, SPOT, UPDATE)) for seconds in workers)
+        busy = sum(sum(seconds[state] for state in (ROLLOUT, AHEAD, SPOT, UPDATE)) for seconds in workers)
         idle = max(0.0, len(workers) * sum(self.step_seconds) - busy)
         return {
             **phases,

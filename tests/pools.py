@@ -20,7 +20,7 @@ from tlt.cluster.worker import Worker
 from tlt.config import Config, parse_config
 from tlt.engine.protocol import RolloutEngine
 from tlt.environments import Turns
-from tlt.rl.parallel import GroupBroken, Owners, ProcessGroup, in_order
+from tlt.rl.parallel import GroupBroken, ProcessGroup, in_order
 
 Build = Callable[[int], Any]
 Choose = Callable[[int], int]
@@ -82,8 +82,8 @@ class Thread:
     def sum_(self, tensor: Tensor) -> None:
         tensor.copy_(torch.stack(self._exchange(tensor)).sum(0))
 
-    def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
-        return in_order(torch.cat(self._exchange(own)), owners)
+    def sum_shards(self, own: Tensor) -> Tensor:
+        return in_order(torch.cat(self._exchange(own)))
 
     def gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._exchange(tensor))

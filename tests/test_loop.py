@@ -17,9 +17,8 @@ from tlt.config import Config, parse_config
 from tlt.data.prompts import Cursor
 from tlt.loop import Parts, StepResult, Trainable, one_step
 from tlt.rewards import RewardError
-from tlt.rl.advantages import grpo
-from tlt.rl.early import Wave
-from tlt.rl.finite import NotFinite
+from tlt.rl.groups import grpo
+from tlt.rl.measure import NotFinite
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams, TrainBatch
 
@@ -44,14 +43,14 @@ class Fake:
         self.events.append("sync")
         self.loaded.append((policy.state_dict()["weight"].item(), version))
 
-    def generate(self, wave: Wave) -> Any:
+    def generate(self, requests: Sequence[Request], on_response: Callable[[Response], None], coming: Any = ()) -> Any:
         self.events.append("generate")
-        self.requests += wave.requests
-        responses = [answer(request) for request in wave.requests]
+        self.requests += requests
+        responses = [answer(request) for request in requests]
         if self.shuffle is not None:
             random.Random(self.shuffle).shuffle(responses)
         for response in responses:
-            wave.on_response(response)
+            on_response(response)
         tokens = sum(len(r.token_ids) for r in responses)
         return responses, RolloutStats(tokens=tokens, row_passes=tokens // 2, seconds={"verify": 0.5})
 

@@ -38,7 +38,7 @@ POINTS = {
         ),
         *(
             f"RunWorker.{method}"
-            for method in ("early_update", "update", "rollback", "sync", "save", "state", "take_state", "rendezvous")
+            for method in ("update", "rollback", "sync", "save", "state", "take_state", "rendezvous")
         ),
         "take_weights",
     ),
@@ -46,12 +46,10 @@ POINTS = {
     "tlt.spot.spot": ("SpotTrainer.evaluate",),
     "tlt.spot.trainer": ("DrafterTrainer.step",),
     "tlt.rl.parallel": ("Processes.sum_shards",),
-    "tlt.rl.trained_model": ("save_file",),
-    "tlt.rl.shards": ("ShardSum.count_as_early", "take_gradients"),
-    "tlt.cluster.coordinator": ("Coordinator.sync",),
-    "tlt.cluster.allocation": ("Allocation.handle_slice",),
-    "tlt.cluster.group_update": ("GroupUpdate.read_progress",),
-    "tlt.cluster.coming": ("ComingRequests.add_slice",),
+    "tlt.rl.policy": ("save_file",),
+    "tlt.cluster.coordinator": ("Coordinator.sync", "Allocation.handle_slice"),
+    "tlt.cluster.remote": ("ClusterPolicy.read_progress",),
+    "tlt.cluster.idle": ("ComingRequests.add_slice",),
     "tlt.spot.schedule": ("Schedule.trained", "Schedule.publishes"),
     "tlt.spot.saving": ("flush",),
     "tlt.store.checkpoint": ("flush",),

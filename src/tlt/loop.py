@@ -14,7 +14,7 @@ them. Decoding their prompts again would be on-policy, but it would cost up to h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,10 +29,8 @@ from tlt.environments.episodes import Turns
 from tlt.metrics import timed
 from tlt.rewards import Reward
 from tlt.rewards.checks import Unrewarded, warn_if_alike, warn_if_all_masked
-from tlt.rl.early import EarlyGroups, Wave, has_early_shards
-from tlt.rl.finite import refuse_responses
 from tlt.rl.groups import make_batch, rewarded, usable
-from tlt.rl.measure import episodes_of, measure
+from tlt.rl.measure import episodes_of, measure, refuse_responses
 from tlt.sampling import request_seed
 from tlt.trace import Span
 from tlt.types import (
@@ -55,8 +53,15 @@ class Rollout(Protocol):
         """Load the policy's weights into the engine's target. `version` is the number of policy updates so far."""
         ...
 
-    def generate(self, wave: Wave) -> tuple[list[Response], RolloutStats]:
-        """Decode all requests of the wave. Return the responses, in any order, and the counters of the rollout."""
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
+    ) -> tuple[list[Response], RolloutStats]:
+        """Decode all requests. Return the responses, in any order, and the counters of the rollout. `on_response` is
+        called with each response as soon as it ends. `coming` has the requests of each future step, for which idle
+        workers may decode look-ahead drafts."""
         ...
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
@@ -210,11 +215,8 @@ def _decode(
                 plain = parts.rollout.generate_plain(requests, watcher.response)
         with timed("rollout", seconds, parts.tracer):
             watcher.phase(step, "rollout", len(requests))
-            is_last = waves + 1 >= config.rollout.max_waves
-            early = _early_groups(parts, config, [*parts.carried, *groups], requests, is_last)
-            on_response = call_each(parts.reward.submit, watcher.response, *([early.add_response] if early else []))
-            wave = Wave(requests, on_response, coming(parts, config, step + 1), early)
-            responses, counts = parts.rollout.generate(wave)
+            on_response = call_each(parts.reward.submit, watcher.response)
+            responses, counts = parts.rollout.generate(requests, on_response, coming(parts, config, step + 1))
             refuse_responses(responses, step)
         with timed("reward", seconds, parts.tracer):
             watcher.phase(step, "reward", len(requests))
@@ -225,16 +227,6 @@ def _decode(
         if len(usable([*parts.carried, *groups], config)) >= config.rollout.prompts_per_step:
             break
     return groups, stats, waves, dict(compared)
-
-
-def _early_groups(
-    parts: Parts, config: Config, before: Sequence[Group], requests: Sequence[Request], is_last_wave: bool
-) -> EarlyGroups | None:
-    """Return the groups whose gradients or log-probs idle workers may compute before the rollout ends. Return None if
-    there are no idle workers, or if a pass needs all workers."""
-    if not has_early_shards(config.train, config.cluster.workers):
-        return None
-    return EarlyGroups(config, before, requests, is_last_wave, parts.reward.set_if_ready)
 
 
 def call_each(*listeners: Callable[[Response], None]) -> Callable[[Response], None]:

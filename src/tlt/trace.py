@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from tlt.files import writing
 
-ROLLOUT, IDLE, EARLY, AHEAD, SPOT = "ROLLOUT", "IDLE", "EARLY", "AHEAD", "SPOT"
+ROLLOUT, IDLE, AHEAD, SPOT = "ROLLOUT", "IDLE", "AHEAD", "SPOT"
 UPDATE, ABSENT, COMPARE = "UPDATE", "ABSENT", "COMPARE"
 
 
@@ -37,15 +37,14 @@ FACTS = {
     ROLLOUT: StateFacts("green", "decoding", useful=True),
     AHEAD: StateFacts("cyan", "look-ahead", ("seen_ahead", "ahead_tokens"), is_idle=True),
     SPOT: StateFacts("yellow", "drafter training", is_idle=True),
-    EARLY: StateFacts("bright_blue", "update", useful=True, is_idle=True),
     UPDATE: StateFacts("blue", "update", useful=True),
     IDLE: StateFacts("bright_black", "idle", is_idle=True),
     ABSENT: StateFacts("bright_red", "absent"),
     COMPARE: StateFacts("red", "comparison"),
 }
 """All states of a worker: decoding, kinds of idle work, update, nothing to do, missing, and comparison with plain
-decoding. All other names of spans are kinds of work: prefill, plain, speculative, ahead, spot, judge, early, update,
-sync, save, ..."""
+decoding. All other names of spans are kinds of work: prefill, plain, speculative, ahead, spot, judge, update, sync,
+ save, ..."""
 STATES = tuple(state for state in FACTS if state != COMPARE)
 """states whose seconds are counted; a comparison is no part of a step"""
 

@@ -259,8 +259,8 @@ class RolloutStats(PassCounts):
     alarms: dict[str, float] = field(default_factory=dict)
     """recent acceptance rate of each drafter whose rate is less than half of what it was when the drafter was new"""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds by kind of work: `prefill`, `draft`, `verify` and `commit`; look-ahead (`ahead`) and the early update
-    (`early`), which use idle time; and drafter training that delayed the rollout (`spot`)."""
+    """Seconds by kind of work: `prefill`, `draft`, `verify` and `commit`; look-ahead (`ahead`), which uses
+    idle time; and drafter training that delayed the rollout (`spot`)."""
     spot: dict[str, float] = field(default_factory=dict)
     """drafter training: drafter version, accept length of the current drafter and of the candidate, whether training is
     paused"""

@@ -14,7 +14,7 @@ from tlt.metrics import write_json
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-from simulate import CASES, Case, Simulation
+from simulate import CASES, Simulation
 from simulated import Known, Profile, Rounds, Training
 from simulated_profiles import KnownGroup, gpu_profile
 
@@ -75,16 +75,6 @@ def test_an_update_takes_the_tokens_of_the_fullest_shard() -> None:
     slow = replace(PROFILE, update=0.1, optimizer=2.0, group=3.0)
     assert simulated(1, slow)["update"] == pytest.approx(0.1 * (4 + 20 + 4 + 100) + 2)
     assert simulated(2, slow)["update"] == pytest.approx(0.1 * (4 + 90) + 2 + 3)
-
-
-def test_an_early_update_shortens_the_update_by_what_was_computed_in_idle_time() -> None:
-    """The idle worker computes four shards of 24 tokens, its limit, of 7 x 24 + 94 + 14."""
-    config, step = config_of(2, prompts=8), groups(*[(10, 10)] * 7, (10, 90))
-    slow = replace(PROFILE, update=0.01)
-    late, early = (Simulation(config, slow, [step] * 4, Case(early=how)).run(4) for how in (False, True))
-    assert early["early"] == pytest.approx(4 * 24 / (7 * 24 + 94 + 14))
-    assert early["update"] < 0.8 * late["update"]
-    assert early["rollout"] == pytest.approx(late["rollout"])
 
 
 def test_training_publishes_a_drafter_that_gains_more() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tlt.cluster.allocation import Allocation, Share
+from tlt.cluster.coordinator import Allocation, Share
 from tlt.cluster.worker import Slice
 from tlt.types import Prompt, Request, RolloutStats, Row, SamplingParams
 

@@ -108,5 +108,4 @@ def test_idle_calls_of_a_slice_have_the_short_timeout() -> None:
         "train_drafter": 5.0,
         "evaluate_drafter": 5.0,
         "look_ahead": 5.0,
-        "early_update": 60.0,
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -16,13 +15,13 @@ from hypothesis import strategies as st
 from pools import TestPool
 from tiny import tiny_config
 
-from tlt.cluster.coming import ComingRequests, in_order
 from tlt.cluster.coordinator import Coordinator
+from tlt.cluster.idle import ComingRequests, in_order
 from tlt.cluster.pool import Handle
+from tlt.cluster.remote import ClusterPolicy
 from tlt.cluster.supervisor import Done, Supervisor
 from tlt.cluster.worker import AheadWork, DecodeWork, Slice
 from tlt.draft.ahead import Ahead
-from tlt.rl.early import Wave
 from tlt.types import Prompt, Request, Response, RolloutStats, Row, SamplingParams, TrainBatch
 
 
@@ -241,7 +240,7 @@ def watched_coordinator(folder: Path) -> tuple[Coordinator, Watched, list[tuple[
 
 
 def rolled_out(coordinator: Coordinator, given: list[Request], *coming: list[Request]) -> RolloutStats:
-    responses, stats = coordinator.rollout(Wave(given, lambda response: None, iter(coming)))
+    responses, stats = coordinator.generate(given, lambda response: None, coming)
     assert sorted(r.request.seed for r in responses) == [r.seed for r in given]
     return stats
 
@@ -265,7 +264,7 @@ def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
     trace.clear()
     pool.under_way = []
     coordinator.release()
-    coordinator.group_update.run(TrainBatch([], [], [], []), 1)
+    ClusterPolicy(coordinator.supervisor).update(TrainBatch([], [], [], []), 1)
     methods = [method for _, method, _ in trace]
     assert methods.index("interrupt") < methods.index("look_ahead") < methods.index("update"), "it is wanted at once"
     assert [method for method, _ in pool.under_way] == ["release", "release", "rendezvous", "update", "update"]
@@ -293,14 +292,14 @@ def test_look_ahead_requests_of_a_lost_worker_are_assigned_again(tmp_path: Path)
 def test_idle_workers_do_nothing_else_than_help_during_a_comparison(tmp_path: Path) -> None:
     """Other work would slow the workers whose time is compared."""
     idle, asked = watched_coordinator(tmp_path)[0].idle, list[str]()
-    for part, name in ((idle.early, "next_call"), (idle.training, "next_call"), (idle.ahead, "work")):
+    for part, name in ((idle.training, "next_call"), (idle.ahead, "work")):
         setattr(part, name, lambda *arguments, part=part: asked.append(type(part).__name__))
     idle.is_on = False
     idle.start(0)
     assert asked == []
     idle.is_on = True
     idle.start(0)
-    assert asked == ["EarlyUpdate", "DrafterTraining", "ComingRequests"]
+    assert asked == ["DrafterTraining", "ComingRequests"]
 
 
 def test_results_of_interrupted_work_are_known_before_the_update(tmp_path: Path) -> None:
@@ -310,19 +309,6 @@ def test_results_of_interrupted_work_are_known_before_the_update(tmp_path: Path)
     coordinator.idle.end_all()
     assert coordinator.supervisor.pending(0) == coordinator.supervisor.pending(1) == []
     assert all(coordinator.idle.ahead.store.has_ended(r) for r in requests(20, 21))
-
-
-def test_only_the_wait_for_an_early_update_has_no_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A micro-batch may take minutes, and a replacement would lose its gradient."""
-    idle, waits = watched_coordinator(tmp_path)[0].idle, list[tuple[bool, bool]]()
-
-    def wait(methods: Sequence[str], patience: float) -> None:
-        waits.append(("early_update" in methods, math.isinf(patience)))
-
-    monkeypatch.setattr(idle.supervisor, "wait_until_ended", wait)
-    idle.end_all()
-    assert waits[0] == (True, True)
-    assert not any(endless for _, endless in waits[1:])
 
 
 def test_extra_training_takes_its_share_of_the_rollout(tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
-from tlt.cluster import control
-from tlt.cluster.control import accepts_no_token, refuse_unreachable
+from tlt.cluster import workers
 from tlt.cluster.pool import ClusterError
+from tlt.cluster.workers import accepts_no_token, refuse_unreachable
 
 REFUSED = "Traceback ...\nray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: token is missing. Note: ..."
 
@@ -38,8 +38,8 @@ def test_an_unclear_answer_is_not_a_refusal(said: str, monkeypatch: pytest.Monke
 
 
 def test_a_cluster_that_never_answers_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_ASKS", "import time; time.sleep(600)")
-    monkeypatch.setattr(control, "_TOKEN_TIMEOUT", 0.2)
+    monkeypatch.setattr(workers, "_ASKS", "import time; time.sleep(600)")
+    monkeypatch.setattr(workers, "_TOKEN_TIMEOUT", 0.2)
     with pytest.raises(ClusterError, match=r"requires a token \(no answer in 0\.2 s\)"):
         accepts_no_token("10.0.0.1:6379")
 

@@ -22,7 +22,7 @@ from tiny import tiny_config
 
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.pool import ClusterError
-from tlt.cluster.remote import join
+from tlt.cluster.remote import ClusterPolicy, join
 from tlt.cluster.supervisor import Supervisor
 from tlt.cluster.worker import DecodeWork, Slice
 from tlt.config import Config
@@ -155,9 +155,9 @@ def coordinator_of(home: Path, build: Callable[[int], Any] = lambda index: None)
 
 
 def test_the_progress_of_an_update_is_that_of_the_slowest_worker(home: Path) -> None:
-    coordinator = coordinator_of(home, lambda index: SimpleNamespace(updated=(0.75, 0.25)[index]))
-    coordinator.group_update.read_progress()
-    assert coordinator.group_update.done == 0.25
+    policy = ClusterPolicy(Supervisor(TestPool(2, lambda index: SimpleNamespace(updated=(0.75, 0.25)[index]))))
+    policy.read_progress()
+    assert policy.updated == 0.25
 
 
 def test_rows_decoded_by_a_lost_worker_count_once(home: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_run_that_loses_a_required_worker_during_an_update_saves(home: Path, u
 @pytest.mark.parametrize("amid", ["decode", "update"])
 def test_a_run_admits_new_workers(home: Path, undisturbed: Any, amid: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A node is missing in the first step, and back in the second. The policy is that of a run with all workers."""
-    monkeypatch.setattr("tlt.cluster.capacity._POLL_EVERY", 0.0)
+    monkeypatch.setattr("tlt.cluster.calls._POLL_EVERY", 0.0)
     room, one = [WORKERS], 0 if amid == "decode" else WORKERS - 1
     losses: list[int] = []
 
@@ -263,9 +263,8 @@ LOOK_AHEAD = {"drafter": "adaptive", "look_ahead": 2, "training": {"idle": False
 @pytest.mark.parametrize(
     ("possible", "tried"),
     [
-        ({"update_early"}, ["update_early"]),
-        ({"train"}, ["update_early", "train"]),
-        (set[str](), ["update_early", "train", "decode_ahead"]),
+        ({"train"}, ["train"]),
+        (set[str](), ["train", "decode_ahead"]),
     ],
 )
 def test_an_idle_worker_does_one_kind_of_work(home: Path, possible: set[str], tried: list[str]) -> None:
@@ -276,7 +275,7 @@ def test_an_idle_worker_does_one_kind_of_work(home: Path, possible: set[str], tr
         idle.extend(arguments[1:2])
         return name in possible
 
-    for name in ("update_early", "train", "decode_ahead"):
+    for name in ("train", "decode_ahead"):
         setattr(work, name, partial(do, name))
     work.start(1)
     assert asked == tried
@@ -301,7 +300,7 @@ def test_the_only_idle_worker_trains_and_looks_ahead_in_turns(
         return possible
 
     work.allocation.idle = lambda: idle
-    for name, possible in (("update_early", False), ("train", True), ("decode_ahead", has_requests)):
+    for name, possible in (("train", True), ("decode_ahead", has_requests)):
         setattr(work, name, partial(do, name, possible))
     for _ in range(4):
         work.start(1)
@@ -362,7 +361,7 @@ def test_the_last_responses_to_a_prompt_travel_with_its_requests(home: Path, los
     """They go to any worker, also to one that replaces another. An epoch has one and a half steps."""
     config, decodes = config_of(home, 2, rollout=LONGER, train={"steps": 6}), count()
     answers: dict[tuple[int, ...], list[list[int]]] = {}  # of the last epoch
-    sent, decode, rollout = [0] * 6, ThreadWorker.decode, Coordinator.rollout
+    sent, decode, rollout = [0] * 6, ThreadWorker.decode, Coordinator.generate
 
     def seen(worker: ThreadWorker, work: DecodeWork, seconds: float) -> Slice:
         own = {asked.seed for asked in (*work.requests, *(row.request for row in work.resumed))}
@@ -384,7 +383,7 @@ def test_the_last_responses_to_a_prompt_travel_with_its_requests(home: Path, los
     def loses(worker: int, method: str) -> str:
         return "after" if lost and method == "decode" and any(sent[2:]) and next(decodes) == 5 else ""
 
-    with patch.object(ThreadWorker, "decode", seen), patch.object(Coordinator, "rollout", rolled):
+    with patch.object(ThreadWorker, "decode", seen), patch.object(Coordinator, "generate", rolled):
         train(config, loses=loses)
     assert sent[0] == 0
     assert all(sent[2:])

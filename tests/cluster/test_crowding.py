@@ -11,12 +11,11 @@ import pytest
 from pools import TestPool
 from tiny import tiny_config
 
-from tlt.cluster import crowding
+from tlt.cluster import worker
 from tlt.cluster.coordinator import Coordinator
-from tlt.cluster.crowding import CoreClock, Crowding
-from tlt.cluster.idle import IdleWork
+from tlt.cluster.idle import Crowding, IdleWork
 from tlt.cluster.supervisor import Done, Supervisor
-from tlt.cluster.worker import Slice
+from tlt.cluster.worker import CoreClock, Slice
 from tlt.types import RolloutStats
 
 SLICE = 0.2  # seconds
@@ -71,7 +70,7 @@ def idle_work(folder: Path, **cluster: Any) -> tuple[IdleWork, list[str]]:
         started.append(name)
         return possible
 
-    for name in ("update_early", "train", "decode_ahead"):
+    for name in ("train", "decode_ahead"):
         setattr(idle, name, partial(start, name, name == "decode_ahead"))
     idle.supervisor.call_idle(1, "look_ahead")
     return idle, started
@@ -82,15 +81,15 @@ def decode(idle: IdleWork, waited: float) -> None:
         idle.handle(Done(0, "decode", Slice([], RolloutStats(), {}, {}, seconds=SLICE, waited=waited)))
 
 
-def test_only_the_early_update_goes_on_at_rest(tmp_path: Path) -> None:
+def test_idle_work_rests_while_it_takes_cores(tmp_path: Path) -> None:
     idle, started = idle_work(tmp_path)
     decode(idle, waited=0.0)
     idle.start(1)
-    assert started == ["update_early", "train", "decode_ahead"]
+    assert started == ["train", "decode_ahead"]
     started.clear()
     decode(idle, waited=0.3 * SLICE)
     idle.start(1)
-    assert started == ["update_early"]
+    assert started == []
 
 
 def test_workers_on_other_machines_take_no_cores(tmp_path: Path) -> None:
@@ -102,7 +101,7 @@ def test_workers_on_other_machines_take_no_cores(tmp_path: Path) -> None:
 
 def test_the_clock_reads_the_wait_of_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "schedstat"
-    monkeypatch.setattr(crowding, "_FILE", file)
+    monkeypatch.setattr(worker, "_FILE", file)
     file.write_text("5 1000000000 9\n")
     clock = CoreClock()
     file.write_text("6 3500000000 9\n")
@@ -112,5 +111,5 @@ def test_the_clock_reads_the_wait_of_its_thread(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_system_that_does_not_count_waits_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowding, "_FILE", tmp_path / "none")
+    monkeypatch.setattr(worker, "_FILE", tmp_path / "none")
     assert CoreClock().waited == 0.0

@@ -20,8 +20,7 @@ from test_coordinator import train as run
 from tlt.build import starting_drafter
 from tlt.cluster.drafter_training import DrafterTraining
 from tlt.cluster.idle import IdleWork
-from tlt.cluster.local_pool import LocalPool
-from tlt.cluster.pool import ClusterError
+from tlt.cluster.pool import ClusterError, LocalPool
 from tlt.cluster.supervisor import Done, Supervisor
 from tlt.config import Config
 from tlt.draft.strategy import Strategy
@@ -35,12 +34,6 @@ from tlt.spot.spot import SpotTrainer
 
 SHORT, LONG = (3, 40, 8), (4, 40, 8)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
-
-
-@pytest.fixture(autouse=True)
-def _no_early_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the idle time to the drafter."""
-    monkeypatch.setattr("tlt.loop.has_early_shards", lambda train, workers: False)
 
 
 def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **training: Any) -> Config:

@@ -13,7 +13,7 @@ import torch
 from tiny import tiny_config
 
 from tlt.cluster.drafter_training import DrafterTraining
-from tlt.cluster.local_pool import local_worker
+from tlt.cluster.pool import local_worker
 from tlt.cluster.remote import ClusterRollout
 from tlt.cluster.worker import Worker
 from tlt.config import Config
@@ -21,7 +21,6 @@ from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.integrations.decoding import train_until
-from tlt.rl.early import Wave
 from tlt.run.parts import make_parts
 from tlt.spot import schedule
 from tlt.spot.schedule import RULE
@@ -47,7 +46,7 @@ def decode(rollout: Any, step: int) -> tuple[list[list[int]], RolloutStats]:
     params, group = replace(rollout.sampling, max_new_tokens=24), range(2)
     prompts = enumerate(rollout.prompts)
     requests = [Request(prompt, i, step, 100 * step + 10 * p + i, params) for p, prompt in prompts for i in group]
-    responses, stats = rollout.generate(Wave(requests, lambda response: None))
+    responses, stats = rollout.generate(requests, lambda response: None)
     return [r.token_ids for r in sorted(responses, key=lambda r: r.request.seed)], stats
 
 

@@ -68,7 +68,7 @@ def test_workers_that_raise_lose_no_step(
         if worker.target.version == 1 and worker.index in which:
             raise MemoryError("out of memory")
 
-    def updates(policy: Policy, batch: TrainBatch, step: int, group: ProcessGroup, held: Any) -> None:
+    def updates(policy: Policy, batch: TrainBatch, step: int, group: ProcessGroup) -> None:
         if step == 1 and group.rank in which:
             raise MemoryError("out of memory")
 

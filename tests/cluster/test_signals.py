@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from tlt.cluster.signals import HelperThread
+from tlt.cluster.workers import HelperThread
 from tlt.stopping import GivenUp, stop_request
 
 

@@ -183,8 +183,8 @@ def lost(pool: Any, **options: Any) -> Supervisor:
 
 def test_a_run_goes_on_without_lost_capacity(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The deadline does not count meanwhile. When there is room, the new worker takes the present state."""
-    monkeypatch.setattr("tlt.cluster.capacity._LOG_AFTER", 0.05)
-    monkeypatch.setattr("tlt.cluster.capacity._POLL_EVERY", 0.0)
+    monkeypatch.setattr("tlt.cluster.calls._LOG_AFTER", 0.05)
+    monkeypatch.setattr("tlt.cluster.calls._POLL_EVERY", 0.0)
     pool = without_room()
     supervisor = lost(pool, grace=0.5)
     began = time.monotonic()

@@ -14,8 +14,7 @@ from rich.console import Console
 from test_coordinator import train as run
 from tiny import QUESTIONS, read_completions, tiny_model, tiny_tree
 
-from tlt.cluster.allocation import Share
-from tlt.cluster.coordinator import Coordinator
+from tlt.cluster.coordinator import Coordinator, Share
 from tlt.cluster.supervisor import Supervisor
 from tlt.cluster.worker import Slice
 from tlt.config import Config, parse_config

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,75 +142,8 @@ def test_a_worker_with_the_state_of_another_forgets_its_own(home: Path) -> None:
     assert worker.state().version == 5
 
 
-SHARD = random_batch(257, responses=5)
-"""five micro-batches"""
-EITHER = pytest.mark.parametrize("epochs", [1, 2], ids=["gradients", "log-probs"])
-
-
-def updating(home: Path, epochs: int = 1) -> RunWorker:
-    train = {"micro_batch_tokens": 1, "epochs": epochs}
-    cluster, no_drafter = {"workers": 2}, {"drafter": "off"}
-    return RunWorker.of_run(tiny_config(home, speculation=no_drafter, train=train, cluster=cluster), 0, home / "model")
-
-
-def share_done(worker: Worker, seconds: float, number: float) -> float:
-    done = worker.early_update(0, SHARD, seconds, number)
-    assert done
-    return done.share_done
-
-
-def at_pass(worker: Worker, number: int, act: Callable[[], None]) -> Callable[[], int]:
-    """Call an action in this micro-batch. Return a function that returns the number of micro-batches so far."""
-    sums, done = worker.policy.early, list[None]()
-    add = sums.add
-
-    def add_(*arguments: Any) -> None:
-        done.append(None)
-        add(*arguments)
-        if len(done) == number:
-            act()
-
-    sums.add = add_
-    return lambda: len(done)
-
-
-@EITHER
-def test_an_early_update_ends_with_its_micro_batch(home: Path, epochs: int) -> None:
-    """It ends if its time is over, or if the worker is interrupted. It continues in the next call."""
-    worker = updating(home, epochs)
-    passes = at_pass(worker, 3, lambda: worker.interrupt(7))
-    first, second = share_done(worker, AT_ONCE, 7), share_done(worker, ALL, 7)
-    assert passes() == 3
-    assert 0.0 < first < second < 1.0
-    assert share_done(worker, ALL, 7) == 0.0, "it was interrupted before it began"
-    assert passes() == 3
-    assert share_done(worker, ALL, 8) == 1.0
-    assert passes() == 5
-
-
-def test_an_early_update_that_runs_out_of_memory_leaves_nothing(home: Path) -> None:
-    def fail() -> None:
-        raise torch.OutOfMemoryError
-
-    worker = updating(home)
-    at_pass(worker, 7, fail)
-    assert share_done(worker, ALL, 1) == 1.0
-    assert worker.early_update(1, SHARD, ALL) is None
-    assert has_nothing_early(worker)
-
-
-@EITHER
-@pytest.mark.parametrize("seconds", [AT_ONCE, ALL])
-def test_a_worker_that_loads_a_state_drops_its_early_shards(home: Path, seconds: float, epochs: int) -> None:
-    worker = updating(home, epochs)
-    worker.early_update(0, SHARD, seconds)
-    assert not has_nothing_early(worker)
-    worker.take_state(worker.state())
-    assert has_nothing_early(worker)
-
-
-def has_nothing_early(worker: Worker) -> bool:
-    return not worker.policy.early.early and all(p.grad is None for p in worker.policy.model.parameters())
+def updating(home: Path) -> RunWorker:
+    return RunWorker.of_run(tiny_config(home, speculation={"drafter": "off"}), 0, home / "model")
 
 
 def test_a_cache_whose_addresses_graphs_have_is_kept_if_an_update_has_room_without_it(

@@ -150,7 +150,7 @@ def test_a_worker_that_does_not_answer_is_replaced(home: Path, expected: str, mo
 def test_a_run_that_loses_rays_control_process_saves_and_reports_it(
     home: Path, expected: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tlt.cluster.control._EVERY", 0.2)
+    monkeypatch.setattr("tlt.cluster.workers._EVERY", 0.2)
 
     class Steers(Killer):
         def phase(self, step: int, name: str, total: int) -> None:

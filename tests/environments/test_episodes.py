@@ -31,7 +31,6 @@ from tlt.environments.episodes import Episodes
 from tlt.environments.instances import Environments, Turn, TurnText
 from tlt.environments.replies import ReplyRecord
 from tlt.rewards.verdicts import Verdict
-from tlt.rl.early import Wave
 from tlt.types import Prompt, Reply, Request, Response, Row, SamplingParams
 
 STOP, MOST, TURNS = 4, 48, 3
@@ -148,7 +147,7 @@ def check(responses: Sequence[Response]) -> None:
 
 
 def rollout(engine: Engine, turns: Episodes) -> list[Response]:
-    return rollout_of(engine, turns).generate(Wave(REQUESTS, lambda response: None))[0]
+    return rollout_of(engine, turns).generate(REQUESTS, lambda response: None)[0]
 
 
 def test_the_reference_has_every_finish_reason() -> None:
@@ -180,7 +179,7 @@ def test_keys_and_values_of_earlier_turns_are_not_computed_again(drafter: str) -
         engine = build(TARGET, small.learned(TARGET) if drafter == "learned" else None, DRAFTED)
         requests = [replace(request, sampling=replace(PARAMS, continues=continues)) for request in REQUESTS]
         turns = episodes(AtOnce(Game))
-        responses, stats = rollout_of(engine, turns).generate(Wave(requests, lambda response: None))
+        responses, stats = rollout_of(engine, turns).generate(requests, lambda response: None)
         check(responses)
         found[continues] = stats.prefill_tokens
     replies = [reply for response in responses for reply in response.replies if reply.start]
@@ -217,7 +216,7 @@ def test_a_look_ahead_draft_is_valid_across_turns_while_replies_agree() -> None:
     engine.rollout = engine._new_rollout()
     again = rollout_of(engine, episodes(AtOnce(Game)))
     again.coordinator.idle.ahead.store.put(Ahead.of(response, 0, ended=True) for response in first)
-    check(again.generate(Wave(REQUESTS, lambda response: None))[0])
+    check(again.generate(REQUESTS, lambda response: None)[0])
     turns = sum(len(response.replies) + 1 for response in first)
     assert engine.stats.seen_ahead > 0.9 * engine.stats.tokens - turns
     assert engine.stats.row_passes < 1.5 * turns, "most turns are one pass"
@@ -238,7 +237,7 @@ def test_a_comparison_calls_the_environment_once_and_waits_twice() -> None:
 
     pool, took, asked = Pool(Game), list[float](), list[int]()
     one = rollout_of(build(TARGET, SuffixDrafter(), DRAFTED), episodes(pool))
-    for decode_all in (one.generate_plain, lambda *given: one.generate(Wave(*given))[0]):
+    for decode_all in (one.generate_plain, lambda *given: one.generate(*given)[0]):
         began = time.monotonic()
         check(decode_all(REQUESTS, lambda response: None))
         took.append(time.monotonic() - began)

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,6 @@ from tlt.engine.engine import Engine
 from tlt.integrations.trl import Rollout
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
-from tlt.rl.early import Wave
 from tlt.rl.lora import merged_state
 from tlt.types import Request
 
@@ -106,9 +106,9 @@ def test_every_completion_is_decoded_with_the_present_weights(home: Path, monkey
     mine, checked, requests = Rollout(speculation={"drafter": "suffix"}), list[int](), list[Request]()
     generate = ClusterRollout.generate
 
-    def watched(decoding: ClusterRollout, wave: Wave) -> Any:
-        requests[:] = wave.requests
-        return generate(decoding, wave)
+    def watched(decoding: ClusterRollout, asked: Sequence[Request], on_response: Any) -> Any:
+        requests[:] = asked
+        return generate(decoding, asked, on_response)
 
     def rollout(prompts: Any, trainer: Any) -> dict[str, Any]:
         found = mine(prompts, trainer)

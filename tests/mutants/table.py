@@ -200,13 +200,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("models.families", "models/test_families.py"): [
         ("_max_positions", "drop", 3, "A sliding window bounds the positions."),
     ],
-    ("rl.advantages", "rl/test_advantages.py"): [
+    ("rl.groups", "rl/test_groups.py"): [
         ("_deviation", "operand", 3, "The standard deviation divides by n - 1."),
         ("dr_grpo", "drop", 0, "Equal rewards have an advantage of exactly 0."),
         ("rloo", "less", 0, "RLOO leaves the response itself out of the mean."),
         ("_ratio", "negate", 0, "A deviation of 0 divides nothing."),
-    ],
-    ("rl.groups", "rl/test_groups.py"): [
         ("rewards_of", "always", 0, "A response without a reward is left out."),
         ("has_spread", "compare", 0, "A group of equal rewards is resampled."),
         ("make_batch", "operand", 1, "A truncated response is masked."),
@@ -217,6 +215,8 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_clipped", "unwrap", 6, "A negative advantage counts at most the dual clip."),
         ("_clipped", "operand", 11, "The loss uses importance weights."),
         ("clipped_policy_loss", "swap", 2, "The ratio is policy over old policy."),
+        ("needs_logprobs", "operand", 1, "The log-probs of carried responses are not computed again."),
+        ("needs_logprobs", "never", 0, "A KL term in the reward needs the log-probs of all responses."),
     ],
     ("rl.batching", "rl/test_batching.py"): [
         ("plan", "operand", 2, "A prompt counts against the token budget."),
@@ -238,56 +238,22 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("rl.policy", "rl/test_policy.py"): [
         ("Policy.update", "drop", 2, "The learning rate follows its schedule."),
+        ("Update.compute_fixed", "operand", 8, "A carried response keeps the log-probs of the policy that decoded it."),
+        ("TrainedModel.apply_gradients", "always", 2, "A step whose gradient is not finite changes nothing."),
     ],
     ("rl.lora", "rl/test_lora_targets.py"): [
         ("merged_state", "swap", 0, "The engine gets each weight with its adapter."),
-    ],
-    ("rl.lora_targets", "rl/test_lora_targets.py"): [
         ("_find", "never", 1, "A target of LoRA that names no layer is refused."),
         ("_find", "never", 2, "Linear layers with the names of experts get adapters."),
         ("_find", "operand", 4, "A layer of a model without experts is adapted as a module."),
         ("_find", "never", 4, "The tensors of fused experts get adapters."),
         ("add_adapters", "never", 1, "A layer that PEFT passes over is an error."),
     ],
-    ("rl.trained_model", "rl/test_policy.py"): [
-        ("TrainedModel.apply_gradients", "always", 2, "A step whose gradient is not finite changes nothing."),
-    ],
-    ("rl.update", "rl/test_policy.py"): [
-        ("Update.compute_fixed", "drop", 10, "A carried response keeps the log-probs of the policy that decoded it."),
-    ],
-    ("rl.early", "rl/test_policy.py"): [
+    ("rl.losses", "rl/test_policy.py"): [
         ("has_gradient", "operand", 3, "A masked response teaches nothing."),
     ],
-    ("rl.early", "rl/test_early.py"): [
-        ("EarlyGroups._places", "operand", 3, "The last wave of a step has early shards."),
-        ("owners_of", "operand", 3, "Each shard has one owner."),
-        ("owners_of", "operand", 8, "The largest shards are assigned first."),
-        ("in_pieces", "always", 0, "With more workers than prompts, several workers compute a group."),
-        ("in_pieces", "always", 1, "An early shard has a response that is computed."),
-        ("cut", "operand", 1, "A group of an early shard counts once."),
-        ("cut", "never", 1, "A group that is in no early shard counts."),
-        ("needs_logprobs", "operand", 1, "The log-probs of carried responses are not computed again."),
-        ("needs_logprobs", "never", 1, "Whether log-probs are early depends on one group alone."),
-    ],
-    ("rl.shards", "rl/test_early.py"): [
-        ("LogprobShards.early_shard", "drop", 1, "Early log-probs do not depend on advantages over the whole batch."),
-    ],
-    ("rl.logprobs", "rl/test_shards.py"): [
+    ("rl.logprobs", "rl/test_parallel.py"): [
         ("exchange", "drop", 2, "All members have all log-probs."),
-    ],
-    ("rl.shards", "rl/test_shards.py"): [
-        ("Shards._known", "operand", 1, "An early gradient is used for exactly its own responses."),
-        ("Shards.compute", "drop", 10, "An early gradient is used once, with the weights that it is of."),
-        ("Shards.compute", "drop", 9, "An early gradient that is not used is not counted."),
-        ("Shards.compute", "always", 3, "An unfinished early gradient is not lost."),
-        ("Shards.compute", "always", 2, "An early gradient is not counted twice."),
-        ("Shards.continue_early", "drop", 2, "An early gradient begins without that of another shard."),
-    ],
-    ("rl.parallel", "rl/test_shards.py"): [
-        ("in_order", "unwrap", 0, "Shards are summed in their own order, not in that of their owners."),
-    ],
-    ("cluster.early_update", "cluster/test_early_update.py"): [
-        ("EarlyUpdate.handle_result", "drop", 1, "Another worker computes the early shards of a lost one."),
     ],
     ("integrations.trl_tools", "integrations/test_trl_tools.py"): [
         ("ToolTurns.begin", "drop", 2, "Turns are numbered from the first of their generation."),
@@ -300,7 +266,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("sum_gradients", "drop", 7, "Every member gets the sum of gradients."),
         ("take_gradients", "drop", 2, "A shard begins without the gradients of the one before."),
     ],
-    ("rl.finite", "rl/test_policy.py"): [
+    ("rl.measure", "rl/test_policy.py"): [
         ("refuse_loss", "drop", 0, "A loss that is not finite ends the run."),
     ],
     ("rewards.scores", "rewards/test_scores.py"): [
@@ -447,7 +413,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("History.add", "element", 0, "Responses of an epoch replace those of the one before."),
         ("History.load", "swap", 3, "A restored response has its own seed."),
     ],
-    ("cluster.coming", "cluster/test_coming.py"): [
+    ("cluster.idle", "cluster/test_coming.py"): [
         ("ComingRequests.drafts", "element", 0, "The last responses to a prompt are sent with its requests."),
         ("ComingRequests.end", "drop", 7, "The responses of a rollout are kept."),
     ],
@@ -518,7 +484,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("cluster.idle", "cluster/test_coordinator.py"): [
         ("IdleWork.start", "operand", 5, "The only idle worker also looks ahead."),
     ],
-    ("cluster.crowding", "cluster/test_crowding.py"): [
+    ("cluster.idle", "cluster/test_crowding.py"): [
         ("Crowding.decoded", "operand", 3, "Idle work rests only if it ran while others waited for a core."),
         ("Crowding.decoded", "negate", 2, "Idle work rests if it takes cores from workers that decode."),
     ],
@@ -529,7 +495,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Deadlines.seconds", "opposite", 0, "A long call has at least the short calls' timeout."),
         ("Deadlines.took", "drop", 0, "A long call's timeout follows the measured times."),
     ],
-    ("cluster.allocation", "cluster/test_allocation.py"): [
+    ("cluster.coordinator", "cluster/test_allocation.py"): [
         ("Allocation.take_rows", "never", 0, "A full worker takes no single rows."),
     ],
     ("cluster.supervisor", "cluster/test_supervisor.py"): [
@@ -553,11 +519,13 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("cluster.run_worker", "cluster/test_worker.py"): [
         ("RunWorker.release", "operand", 4, "Adam's moments need memory before the first update."),
-        ("RunWorker._restore", "drop", 0, "Early shards of other weights are forgotten."),
     ],
-    ("cluster.group_update", "cluster/test_coordinator.py"): [
-        ("GroupUpdate.run", "drop", 14, "All workers roll back before an update is repeated."),
-        ("GroupUpdate._rendezvous_of", "operand", 1, "Workers meet at a new address after a loss."),
+    ("rl.policy", "cluster/test_coordinator.py"): [
+        ("Update._optimizer_step", "drop", 1, "An interrupted update leaves no gradient behind."),
+    ],
+    ("cluster.remote", "cluster/test_coordinator.py"): [
+        ("ClusterPolicy.update", "drop", 12, "All workers roll back before an update is repeated."),
+        ("ClusterPolicy._members", "operand", 1, "Workers meet at a new address after a loss."),
     ],
     ("cluster.coordinator", "cluster/test_coordinator.py"): [
         ("Coordinator._next", "element", 0, "A worker gets the last responses to the prompts of its rows."),

@@ -16,8 +16,7 @@ from tlt.rl.groups import advantages_of
 from tlt.rl.logprobs import penalized
 from tlt.rl.parallel import Alone
 from tlt.rl.passes import Passes
-from tlt.rl.policy import Policy
-from tlt.rl.update import Update
+from tlt.rl.policy import Policy, Update
 from tlt.types import TrainBatch
 
 TRL = json.loads((Path(__file__).parent.parent / "peers" / "trl.json").read_text(encoding="utf-8"))
@@ -122,6 +121,6 @@ def test_advantages_are_those_of_trl(name: str) -> None:
 def test_a_kl_divergence_in_the_reward_is_that_of_trl(folder: Path) -> None:
     train = {"advantage": "rloo", "kl_weight": 0.1, "kl_in": "reward"}
     policy = given_policy(folder, train, wide(GIVEN["old"]))
-    fixed, _ = Update(policy, policy.gradients, policy.logprob_shards, batch({}), 0, Alone(), ()).compute_fixed()
+    fixed = Update(policy, policy.passes, batch({}), 0, Alone()).compute_fixed()
     found, _ = penalized(batch({}), fixed, policy.passes.objective.kl, policy.config)
     assert found.advantages == pytest.approx(TRL["advantages"]["rloo_kl"]["advantages"], abs=1e-10)

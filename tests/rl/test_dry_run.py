@@ -18,6 +18,7 @@ from tlt.rl import dry_run as module
 from tlt.rl.batching import MicroBatch
 from tlt.rl.dry_run import dry_run, memory_needed
 from tlt.rl.logprobs import LogProbs, last_hidden
+from tlt.rl.policy import Update
 from tlt.rl.sharded import make_policy as policy_of
 from tlt.run import train as run
 from tlt.run.display import Display
@@ -93,14 +94,13 @@ def test_a_batch_smaller_than_a_micro_batch_needs_less(home: Path, monkeypatch: 
 
 
 def test_each_worker_of_a_machine_has_its_share(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker also keeps a copy of weights and moments during an update, because another may be lost. Seven of the
-    eight groups are early shards, so one worker keeps four more gradients."""
+    """A worker also keeps a copy of weights and moments during an update, because another may be lost."""
     config = config_of(home)
     two = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": 2})})
     policy = policy_of(config)
     one_need, two_need = (memory_needed(policy, each, PROMPT) for each in (config, two))
     weights = sum(p.nbytes for p in policy.model.parameters())
-    assert (one_need.optimizer, two_need.optimizer) == (3 * weights, 10 * weights)
+    assert (one_need.optimizer, two_need.optimizer) == (3 * weights, 6 * weights)
     need = sum(two_need)
     assert not refusal(monkeypatch, 2 * need, two)
     assert "for each of 2 workers" in refusal(monkeypatch, 2 * need - 2, two)
@@ -112,18 +112,17 @@ def test_the_largest_micro_batch_leaves_nothing_behind(
 ) -> None:
     config = config_of(home, micro=micro, new=new)
     policy, found = policy_of(config), list[tuple[int, ...]]()
-    real, before, random = policy.gradients.add, policy.sha256(), torch.get_rng_state()
+    real, before, random = Update.add_gradient, policy.sha256(), torch.get_rng_state()
 
-    def add(to: Any, batch: MicroBatch) -> None:
-        real(to, batch)
-        found.append(tuple(batch.input_ids.shape))
+    def add(self: Update, micro: MicroBatch, *others: Any) -> None:
+        real(self, micro, *others)
+        found.append(tuple(micro.input_ids.shape))
 
-    monkeypatch.setattr(policy.gradients, "add", add)
+    monkeypatch.setattr(Update, "add_gradient", add)
     assert module._measured(policy, config, PROMPT) < math.inf
     assert found == [shape]
     assert (policy.sha256(), policy.updated) == (before, 0.0)
     assert torch.equal(torch.get_rng_state(), random)
-    assert not policy.gradients.early
     assert all(parameter.grad is None for parameter in policy.model.parameters())
 
 
@@ -132,11 +131,13 @@ def test_a_device_that_runs_out_of_memory_keeps_no_gradient(home: Path, monkeypa
     policy = policy_of(config)
 
     def fail(*_: Any) -> None:
+        for parameter in policy.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(policy.gradients, "add", fail)
+    monkeypatch.setattr(Update, "add_gradient", fail)
     assert module._measured(policy, config, PROMPT) == math.inf
-    assert not policy.gradients.early
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
 
 
 @pytest.mark.parametrize("measured", [2**30, math.inf])

@@ -26,7 +26,7 @@ from tlt.models.hugging_face import is_tied, load_model
 from tlt.models.model_folder import ModelError
 from tlt.rl.lora import AdaptedPolicy, whole_model
 from tlt.rl.parity import take_weights
-from tlt.rl.update import Update
+from tlt.rl.policy import Update
 from tlt.run.display import Display
 from tlt.run.train import train
 from tlt.stopping import Stopped

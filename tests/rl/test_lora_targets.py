@@ -20,10 +20,9 @@ from tlt.config import ConfigError, RolloutConfig, TrainConfig, parse_section
 from tlt.config.sections import LoraConfig
 from tlt.models.hugging_face import empty_model, load_model
 from tlt.models.model_folder import ModelError
-from tlt.rl import lora_targets
+from tlt.rl import lora
 from tlt.rl.dry_run import memory_needed
-from tlt.rl.lora import AdaptedPolicy, merged_state, whole_model
-from tlt.rl.lora_targets import add_adapters
+from tlt.rl.lora import AdaptedPolicy, add_adapters, merged_state, whole_model
 from tlt.run.about import about_adapters
 
 CPU = torch.device("cpu")
@@ -114,7 +113,7 @@ def test_a_layer_that_peft_passes_over_is_an_error(
     name: str, targets: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PEFT takes these names for those of experts."""
-    monkeypatch.setattr(lora_targets, "_TAKEN", ())
+    monkeypatch.setattr(lora, "_TAKEN", ())
     with pytest.raises(ModelError, match=said):
         sentence(name, targets)
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from tiny import random_batch
 from torch import Tensor
 
 from tlt.config import TrainConfig
@@ -18,6 +19,7 @@ from tlt.rl.losses import (
     clipped_policy_loss,
     k1,
     k3,
+    needs_logprobs,
     sequence_policy_loss,
     truncated_weights,
 )
@@ -125,3 +127,18 @@ def test_importance_weights_scale_only_the_loss_of_each_token(loss: str) -> None
     alone = [surrogate(given._replace(weights=part), Clip(0.2, 0.3)) for part in parts]
     assert scaled.loss.item() == pytest.approx(sum(f * o.loss.item() for f, o in zip(factors, alone, strict=True)))
     assert scaled.clipped == surrogate(given, Clip(0.2, 0.3)).clipped
+
+
+def test_logprobs_are_computed_only_for_responses_that_need_them() -> None:
+    """Responses 0 and 1 have no advantage. 2 and 3 were decoded in the previous step. 5 is masked."""
+    batch = random_batch(31, responses=6)
+    batch.advantages = [0.0, 0.0, 1.0, -1.0, 1.0, -1.0]
+    batch.old_logprobs = {i: batch.rollout_logprobs[i] for i in (2, 3)}
+    batch.masked = {5}
+
+    def found(**train: Any) -> list[int]:
+        return [i for i in range(6) if needs_logprobs(batch, i, TrainConfig(epochs=2, **train))]
+
+    assert found() == [4]
+    assert found(kl_weight=0.1) == [0, 1, 2, 3, 4]
+    assert found(kl_weight=0.1, kl_in="reward") == [0, 1, 2, 3, 4, 5]

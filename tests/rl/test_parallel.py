@@ -116,22 +116,22 @@ def test_gradients_are_summed_in_the_order_of_shards(monkeypatch: pytest.MonkeyP
             for parameter in parameters:
                 parameter.grad = torch.full_like(parameter, numbers[number])
             shards.append([parameter.grad for parameter in parameters if parameter.grad is not None])
-        sum_gradients(shards[-1], group, shards, [numbers_of(rank, group.size, 4) for rank in range(group.size)])
+        sum_gradients(shards[-1], group, shards[:-1])
         return [gradient.tolist() for gradient in shards[-1]]
 
     assert together(size, act, shards=4) == [[[[1.0, 1.0], [1.0, 1.0]], [1.0, 1.0, 1.0], 1.0, [1.0]]] * size
 
 
-def test_early_shards_in_host_memory_are_summed_on_the_device() -> None:
+def test_shards_in_host_memory_are_summed_on_the_device() -> None:
     class TwoShards(Alone):
         shards = 2
 
-        def sum_shards(self, own: Tensor, owners: Any) -> Tensor:
+        def sum_shards(self, own: Tensor) -> Tensor:
             assert own.shape == (2, 3)
             return own.sum(0)
 
     gradient = torch.zeros(3, device="meta")
-    sum_gradients([gradient], TwoShards(), [[torch.ones(3)], [gradient]], [[0, 1]])
+    sum_gradients([gradient], TwoShards(), [[torch.ones(3)]])
 
 
 def updated(
@@ -215,7 +215,7 @@ def test_processes_meet_sum_and_gather() -> None:
     group.sum_(total)
     assert total.tolist() == [1.0, 2.0]
     assert group.gather(torch.tensor([3.0, 4.0])).tolist() == [3.0, 4.0]
-    assert group.sum_shards(torch.tensor([[3.0, 4.0, 5.0], [1.0, 0.0, -1.0]]), [[0, 1]]).tolist() == [4.0, 4.0, 4.0]
+    assert group.sum_shards(torch.tensor([[3.0, 4.0, 5.0], [1.0, 0.0, -1.0]])).tolist() == [4.0, 4.0, 4.0]
     group.leave()
     group.leave()
 

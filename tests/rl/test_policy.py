@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from tlt.config import RolloutConfig, TrainConfig
 from tlt.models.weights import sha256
-from tlt.rl.advantages import grpo
 from tlt.rl.batching import MicroBatch
-from tlt.rl.finite import NotFinite
+from tlt.rl.groups import grpo
 from tlt.rl.losses import LOSSES
+from tlt.rl.measure import NotFinite
 from tlt.rl.policy import Policy, learning_rate
 from tlt.types import TrainBatch
 

@@ -30,7 +30,7 @@ from tlt.models.model_folder import ModelError
 from tlt.models.product import Product
 from tlt.models.weights import read_safetensors
 from tlt.rl import dry_run
-from tlt.rl.finite import NotFinite
+from tlt.rl.measure import NotFinite
 from tlt.rl.parallel import Alone, GroupBroken, Processes, ProcessGroup, Rendezvous, numbers_of
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
@@ -145,7 +145,7 @@ def summed(group: ProcessGroup) -> list[float]:
     numbers = [1e16, 1.0, -1e16, 1.0]  # 1e16 + 1 is 1e16: any other order is another sum
     own = [numbers[k] for k in numbers_of(group.rank, group.size, group.shards)]
     given = torch.tensor([[number] * 5 for number in own], dtype=torch.float64)
-    return group.sum_shards(given, [numbers_of(rank, group.size, group.shards) for rank in range(group.size)]).tolist()
+    return group.sum_shards(given).tolist()
 
 
 def test_shards_are_summed_in_their_order() -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
+from typing import Any
 
 import pytest
 
 from tlt.config import parse_config
-from tlt.rl.early import Wave
 from tlt.run.evaluate import evaluate, is_solved, pass_at, summary_of
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
@@ -64,9 +64,11 @@ class Fake:
         self.shuffle = random.Random(shuffle)
         self.requests: list[Request] = []
 
-    def generate(self, wave: Wave) -> tuple[list[Response], RolloutStats]:
-        self.requests += wave.requests
-        responses = [Response(r, [0] * (r.index + 1), [], [], "stop") for r in wave.requests]
+    def generate(
+        self, requests: Sequence[Request], on_response: Callable[[Response], None], coming: Any = ()
+    ) -> tuple[list[Response], RolloutStats]:
+        self.requests += requests
+        responses = [Response(r, [0] * (r.index + 1), [], [], "stop") for r in requests]
         self.shuffle.shuffle(responses)
         return responses, RolloutStats()
 

@@ -26,7 +26,7 @@ from tlt.metrics import read_metrics
 from tlt.models.model_folder import ModelError
 from tlt.rewards import RewardError
 from tlt.rewards.isolated import IsolatedScore
-from tlt.rl.update import Update
+from tlt.rl.policy import Update
 from tlt.run.display import Display
 from tlt.run.folder import RunFolder
 from tlt.stopping import stop_request

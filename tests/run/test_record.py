@@ -87,7 +87,7 @@ def test_the_page_explains_every_metric_once(everything: Path) -> None:
     assert len(found) > 60
     assert not [metric for metric in found if sum(explains(name, metric) for name in names) != 1]
     rare = {
-        *("outcomes/<outcome>", "memory/<process>/cuda", "rollout/alarms/<drafter>", "rollout/early_seconds"),
+        *("outcomes/<outcome>", "memory/<process>/cuda", "rollout/alarms/<drafter>"),
         *(f"energy/{name}" for name in ("gpu_joules", "cpu_joules")),
         *(f"episodes/{name}" for name in ("turns", "reply_tokens", "ended/<reason>")),
         # of a learned drafter, if the tuner tried it in the rollout

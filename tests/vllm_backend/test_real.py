@@ -27,7 +27,6 @@ from tlt.engine.engine import Engine
 from tlt.environments.episodes import Episodes
 from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import read_safetensors
-from tlt.rl.early import Wave
 from tlt.sampling import request_seed
 from tlt.spelling import Detokenizer
 from tlt.types import Request, Response, SamplingParams
@@ -147,7 +146,7 @@ def test_episodes_are_those_of_our_engine(opened: Any, place: Any) -> None:
 
     def played(engine: Any) -> list[Response]:
         turns = Episodes(AtOnce(Echo), reply_encoder(place.tokenizer, recipe().data), spell, None)  # type: ignore[arg-type]
-        return rollout_of(engine, turns).generate(Wave(asked, lambda response: None))[0]
+        return rollout_of(engine, turns).generate(asked, lambda response: None)[0]
 
     ours = {r.request.seed: r for r in played(Engine(place.target, recipe().engine, detokenize=spell))}
     assert max(len(response.replies) for response in ours.values()) > 1

@@ -16,7 +16,6 @@ from tlt.draft.eagle import load_drafter
 from tlt.draft.features import Harvest
 from tlt.engine.engine import Engine
 from tlt.environments.episodes import Episodes
-from tlt.rl.early import Wave
 from tlt.sampling import make_requests
 from tlt.spelling import Detokenizer
 from tlt.types import Response
@@ -40,7 +39,7 @@ def played(engine: Any, place: Any, config: Config) -> list[Response]:
     encode = reply_encoder(place.tokenizer, config.data)
     turns = Episodes(AtOnce(Echo), encode, Detokenizer(place.tokenizer), None)  # type: ignore[arg-type]
     requests = make_requests(place.prompts, 4, place.sampling, 1)
-    responses, _ = rollout_of(engine, turns).generate(Wave(requests, lambda response: None))
+    responses, _ = rollout_of(engine, turns).generate(requests, lambda response: None)
     return sorted(responses, key=lambda response: response.request.seed)
 
 

@@ -9,9 +9,8 @@ worker stopped.
      ^      ^               │ no rows left
      │      │               v
      │      │         idle work (idle.py), until `break_off`: rows are queued again, or the update begins
-     │      │           1. early update       groups that are finished            ──> gradients, for the update
-     │      │           2. drafter training   hidden states of earlier rollouts   ──> drafter, for the next round
-     │      │           3. look-ahead         requests of coming steps            ──> drafts, for their rollouts
+     │      │           1. drafter training   hidden states of earlier rollouts   ──> drafter, for the next round
+     │      │           2. look-ahead         requests of coming steps            ──> drafts, for their rollouts
      │      └── rows of a lost worker
      └── turns that follow a reply of an environment
 
@@ -21,24 +20,110 @@ Nobody waits for drafters and drafts.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from tlt.cluster.allocation import Allocation
 from tlt.cluster.drafter_training import DrafterTraining, training_of
-from tlt.cluster.group_update import GroupUpdate
 from tlt.cluster.idle import IdleWork
 from tlt.cluster.supervisor import Done, Supervisor
-from tlt.cluster.worker import DecodeWork
+from tlt.cluster.worker import DecodeWork, Slice
 from tlt.config import Config
 from tlt.draft.strategy import LEARNED
 from tlt.environments.episodes import Turns
 from tlt.models.device import torch_device
-from tlt.rl.early import Wave
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, UPDATE, Tracer
-from tlt.types import PassCounts, Request, Response, RolloutStats, WorkerNow
+from tlt.types import PassCounts, Request, Response, RolloutStats, Row, WorkerNow
+
+_REFILL = 8  # a worker takes further rows when an eighth of its slots is free, because each admission costs a prefill
+
+
+@dataclass
+class Share:
+    """Rows (requests with their tokens so far) that a worker has to decode in a rollout, and what it has reported."""
+
+    rows: dict[int, Row] = field(default_factory=dict)
+    """unfinished rows by seed, in the state in which they were sent to the worker"""
+    reported: dict[int, list[int]] = field(default_factory=dict)
+    """tokens that the worker has reported for each row since the row was sent to it, by seed"""
+    last: Slice | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens so far of each row in `rows`, as the worker last reported."""
+        live = self.last.live if self.last else {}
+        return tuple(live.get(seed, len(row.tokens)) for seed, row in self.rows.items())
+
+
+class Allocation:
+    """Allocation of a rollout's rows (requests with their tokens so far) to workers. Each worker decodes its share, and
+    takes further rows from the queue. `slots`: maximum number of rows of a worker."""
+
+    def __init__(self, supervisor: Supervisor, slots: int) -> None:
+        self.supervisor, self.slots = supervisor, slots
+        self.number = 0
+        """number of the current or last rollout"""
+        self.begin(0)
+
+    def begin(self, missing: int) -> None:
+        """Begin a rollout of `missing` responses."""
+        self.number += 1
+        self.missing = missing
+        """number of responses of the rollout that have not finished"""
+        self.queue = deque[Row]()
+        self.shares = [Share() for _ in range(self.supervisor.size)]
+        self._lost_stats = RolloutStats()
+
+    def take_rows(self, index: int) -> list[Row]:
+        """Move rows from the front of the queue to the share of worker `index`, and return them. With these rows, the
+        worker has at most its equal part of the unfinished responses, rounded up. The only worker takes all rows."""
+        share = self.shares[index]
+        room = self.slots - len(share.rows) if len(self.supervisor.present) > 1 else len(self.queue)
+        if room < min(len(self.queue), max(1, self.slots // _REFILL)):
+            return []
+        fair = math.ceil(self.missing / len(self.supervisor.present))
+        count = max(0, min(len(self.queue), room, fair - len(share.rows)))
+        new = [self.queue.popleft() for _ in range(count)]
+        share.rows |= {row.request.seed: row for row in new}
+        return new
+
+    def handle_slice(self, index: int, done: Slice) -> list[Response]:
+        """Record the result of a decoding call of worker `index`. Return the responses that finished in this call."""
+        share = self.shares[index]
+        share.last = done
+        for seed, tokens in done.news.items():
+            share.reported.setdefault(seed, []).extend(tokens)
+        for response in done.responses:
+            del share.rows[response.request.seed]
+            share.reported.pop(response.request.seed, None)
+        return done.responses
+
+    def requeue(self, rows: Sequence[Row]) -> None:
+        """Put rows at the front of the queue, and interrupt idle work so that an idle worker can take them."""
+        self.queue.extendleft(reversed(rows))
+        self.supervisor.break_off()
+
+    def reclaim(self, index: int) -> Share:
+        """Put the rows of the lost worker `index` back into the queue, and return the share that it had. Other workers
+        decode these rows to the same tokens."""
+        lost, self.shares[index] = self.shares[index], Share()
+        if lost.rows:
+            self.requeue([*lost.rows.values()])
+        if lost.last:
+            self._lost_stats = self._lost_stats + lost.last.stats
+        return lost
+
+    def idle(self) -> list[int]:
+        """Return the workers that are ready and have no rows to decode."""
+        return [index for index, share in enumerate(self.shares) if not share.rows and index in self.supervisor.ready]
+
+    def stats(self) -> list[RolloutStats]:
+        """Return decoding counters so far: first the sum over lost workers, then those of each worker."""
+        return [self._lost_stats, *(share.last.stats for share in self.shares if share.last)]
+
 
 _REPLY = 0.02  # seconds between two checks for replies of environments
 
@@ -62,7 +147,6 @@ class Coordinator:
         self.idle = IdleWork(
             supervisor, self.allocation, self.tracers, config, training or training_of(supervisor, config)
         )
-        self.group_update = GroupUpdate(supervisor, self.idle.early)
         self._ended, self._pause = time.monotonic(), 0.0  # end of the last rollout; seconds from it to the update
         self._version = 0  # target version
         self._plain = False  # whether this rollout is a comparison with plain decoding
@@ -82,14 +166,18 @@ class Coordinator:
 
     # -- rollout -------------------------------------------------------------------------------------------------------
 
-    def rollout(self, wave: Wave) -> tuple[list[Response], RolloutStats]:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
+    ) -> tuple[list[Response], RolloutStats]:
         began, idle = time.monotonic(), self.idle
-        self._begin(len(wave.requests))
-        idle.early.begin(wave.early)
-        rows = self.turns.begin(wave.requests)
-        idle.ahead.begin(wave.coming if idle.looks_ahead and not self.turns.opens else ())
+        self._begin(len(requests))
+        rows = self.turns.begin(requests)
+        idle.ahead.begin(coming if idle.looks_ahead and not self.turns.opens else ())
         self.allocation.queue.extend(idle.ahead.in_even_parts(rows, len(self.supervisor.present)))
-        responses = self._decode(wave.on_response)
+        responses = self._decode(on_response)
         self._enter(IDLE)
         seconds = time.monotonic() - began
         stats = self._stats(responses)
@@ -99,8 +187,7 @@ class Coordinator:
         self._ended = time.monotonic()
         if self._pause > idle.slice_seconds and self.supervisor.pool.is_concurrent:
             for index in self.supervisor.free():
-                if not idle.update_early(index):
-                    idle.decode_ahead(index)
+                idle.decode_ahead(index)
         self.now = self._workers_now()
         idle.ahead.end(stats, responses, self._version)
         return responses, stats
@@ -191,7 +278,6 @@ class Coordinator:
         for name in vars(PassCounts()):
             setattr(stats, name, sum(getattr(response.decoded, name) for response in responses))
         stats.ahead_tokens = self.idle.ahead.since_last()
-        stats.seconds["early"] = self.idle.early.take_seconds()
         return stats
 
     # -- update --------------------------------------------------------------------------------------------------------

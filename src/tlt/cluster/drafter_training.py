@@ -1,8 +1,8 @@
 """Driver's part of drafter training in idle time, for one worker and for many.
 
 The schedule (spot/schedule.py) decides when the drafter is trained. One worker trains at a time: the first idle one
-with enough training data of earlier rollouts (spot/spot.py). With many workers, an idle worker may train if it has no
-early update to compute. The only worker of a run trains after a rollout, if `speculation.training.extra` is above 0.
+with enough training data of earlier rollouts (spot/spot.py). The only worker of a run trains after a rollout, if
+`speculation.training.extra` is above 0.
 `spot/newest_state.py` records which workers have the newest trainer state. If the worker that trained last is decoding
 and another one is idle, the driver fetches the state first.
 

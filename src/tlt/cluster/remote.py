@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,17 @@ from torch import Tensor
 
 from tlt.cluster.coordinator import Coordinator
 from tlt.cluster.drafter_training import DrafterTraining
-from tlt.cluster.local_pool import LocalPool
-from tlt.cluster.pool import ClusterError, Pool
+from tlt.cluster.pool import ClusterError, LocalPool, Pool
 from tlt.cluster.supervisor import Supervisor
 from tlt.cluster.worker import Worker
 from tlt.config import Config
 from tlt.engine.exactness import Exactness
 from tlt.environments.episodes import Turns
-from tlt.rl.early import Wave
 from tlt.trace import Span
 from tlt.types import Request, Response, RolloutStats, TrainBatch, WorkerNow
+
+_ATTEMPTS = 5  # maximum number of attempts that fail although no worker is lost
+_ANSWERS = 0.5  # timeout in seconds for a worker's report on the progress of its update
 
 
 class ClusterRollout:
@@ -33,8 +34,13 @@ class ClusterRollout:
         """Load the weights of each worker's replica into its engine. `policy` is not used."""
         self.coordinator.sync(version)
 
-    def generate(self, wave: Wave) -> tuple[list[Response], RolloutStats]:
-        return self.coordinator.rollout(wave)
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
+    ) -> tuple[list[Response], RolloutStats]:
+        return self.coordinator.generate(requests, on_response, coming)
 
     def generate_plain(self, requests: Sequence[Request], on_response: Callable[[Response], None]) -> list[Response]:
         return self.coordinator.generate_plain(requests, on_response)
@@ -76,30 +82,58 @@ class ClusterRollout:
 
 class ClusterPolicy:
     """Policy on the workers. Each worker has a replica, so one worker computes log-probs and saves. If the policy is
-    sharded, all workers do this together."""
+    sharded, all workers do this together. An update is that of all present workers together."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self.coordinator, self.supervisor = coordinator, coordinator.supervisor
+    def __init__(self, supervisor: Supervisor) -> None:
+        self.supervisor = supervisor
         self.version: int | None = 0
+        self.updated = 0.0
+        """fraction of the current update (0 to 1) that the slowest worker had done at the last check"""
+        self._rendezvous: tuple[str, object] | None = None
 
-    @property
-    def updated(self) -> float:
-        return self.coordinator.group_update.done
+    def shard(self) -> None:
+        """Form a process group of all workers. Each keeps only its own shard of the policy. Raises ClusterError."""
+        self.supervisor.call_jointly("shard_policy", self._members())
 
     def update(self, batch: TrainBatch, step: int) -> dict[str, float]:
-        """Update the policy. Raises ClusterError, or the exception of a worker. After an error, `version` is `step` if
-        the remaining workers restored the state before the update, else None."""
-        self.version = None
+        """Update the policy. If a worker is lost during the update, the others restore the state before the update, and
+        the replacement takes that state too. Then the update is repeated on the same shards. Raises ClusterError, or
+        the exception of a worker. After an error, `version` is `step` if the remaining workers restored the state
+        before the update, else None."""
+        self.version, given, left = None, self.supervisor.pool.put(batch), _ATTEMPTS
         try:
-            metrics = self.coordinator.group_update.run(batch, step)
+            while left:
+                losses = self.supervisor.losses
+                self.supervisor.wait_until_ready()
+                work = {index: (given, step, *place) for index, place in self._members().items()}
+                reports = self.supervisor.call_jointly("update", work, self.read_progress)
+                self.updated = 0.0
+                if reports:
+                    self.version = step + 1
+                    return reports[0]
+                self._rendezvous = None
+                self.supervisor.call_all("rollback")
+                left -= self.supervisor.losses == losses
+            raise ClusterError(f"the update of step {step + 1} failed {_ATTEMPTS} times; {self.supervisor.trouble}")
         except Exception:
             if not self.supervisor.shards:
                 with suppress(Exception):  # the error of the update is more important
                     self.supervisor.call_all("rollback")
                     self.version = step
             raise
-        self.version = step + 1
-        return metrics
+
+    def read_progress(self) -> None:
+        pool = self.supervisor.pool
+        self.updated = min(pool.updated(index, _ANSWERS) or 0.0 for index in self.supervisor.present)
+
+    def _members(self) -> dict[int, tuple[str, int, int]]:
+        """Return for each present worker the address where the workers form their process group, its rank, and the
+        number of members. The address changes after every loss of a worker and every change of members."""
+        if self._rendezvous is None or self._rendezvous[1] != (self.supervisor.losses, self.supervisor.present):
+            address = self.supervisor.call_one("rendezvous")
+            self._rendezvous = address, (self.supervisor.losses, self.supervisor.present)
+        members = self.supervisor.present
+        return {index: (self._rendezvous[0], rank, len(members)) for rank, index in enumerate(members)}
 
     def logprobs(self, batch: TrainBatch) -> list[list[float]]:
         return self.supervisor.call_for_policy("logprobs", batch)
@@ -141,10 +175,10 @@ def join(
         cluster = config.cluster
         supervisor = Supervisor(pool, config.train.shard, cluster.patience, cluster.min_workers or 1, cluster.grace)
         coordinator = Coordinator(supervisor, config, turns)
-        policy = ClusterPolicy(coordinator)
+        policy = ClusterPolicy(supervisor)
         policy.sha256()  # also waits until all workers run, because a rendezvous has a short timeout
         if config.train.shard:
-            coordinator.group_update.shard_policy()
+            policy.shard()
         exactness = Exactness.of_all(supervisor.call_all("check_at_start", longest_prompt).values())
     except BaseException:
         pool.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -22,23 +21,13 @@ from tlt.models.device import torch_device
 from tlt.rl.dry_run import dry_run, own_bytes
 from tlt.rl.parallel import Broken, GroupBroken, Join, Membership, Processes
 from tlt.rl.parity import check_wide_parity, take_weights
-from tlt.rl.policy import Policy
+from tlt.rl.policy import Policy, trained_parameters
 from tlt.rl.sharded import ShardedPolicy, make_policy
-from tlt.rl.shards import Held
-from tlt.rl.trained_model import trained_parameters
 from tlt.spot.spot_worker import SpotWorker
 from tlt.types import TrainBatch
 
 CPU = torch.device("cpu")
 _MARGIN = 1.2  # on the measured memory of an update, because free memory is in pieces
-
-
-class EarlySlice(NamedTuple):
-    """Result of `RunWorker.early_update`: progress of an early shard, which is a part of the step's batch."""
-
-    shard: int
-    share_done: float
-    seconds: float
 
 
 class State(NamedTuple):
@@ -107,46 +96,15 @@ class RunWorker(Worker):
         if not (captures and has_moments and free_bytes(self.target.device) > _MARGIN * self._needed):
             super().release()
 
-    def early_update(
-        self, shard: int, batch: TrainBatch, seconds: float, number: float = math.inf
-    ) -> EarlySlice | None:
-        """Begin or continue the computation of an early shard's gradients or log-probs. Return the progress. `shard`:
-        number of the shard. `batch`: its responses. `number`: see `train_drafter`.
-
-        The call ends after a micro-batch if the seconds are over, the shard is complete, or `interrupt` was called. If
-        the memory does not suffice, all early results of this worker are dropped and None is returned."""
-        began, done = time.perf_counter(), 0.0
-
-        def stop() -> bool:
-            return self._must_end(number) or time.perf_counter() - began >= seconds
-
-        try:
-            with self.tracer.span("early"):
-                if not self._must_end(number):
-                    done = self.policy.early_update(shard, batch, stop)
-        except torch.OutOfMemoryError:
-            self.policy.forget_early()
-            torch.cuda.empty_cache()
-            return None
-        return EarlySlice(shard, done, time.perf_counter() - began)
-
-    def update(
-        self,
-        batch: TrainBatch,
-        step: int,
-        rendezvous: Any,
-        rank: int,
-        size: int,
-        held: Held = (),
-    ) -> dict[str, float] | Broken:
-        """Compute this member's part of the update, as member `rank` of `size`. `held`: for each member, the early
-        shards that it has begun and the fraction done. Return the metrics of the update. If another member is lost,
-        return Broken, and `rollback` must follow. A sharded policy has no state to restore, and raises GroupBroken."""
+    def update(self, batch: TrainBatch, step: int, rendezvous: Any, rank: int, size: int) -> dict[str, float] | Broken:
+        """Compute this member's part of the update, as member `rank` of `size`. Return the metrics of the update. If
+        another member is lost, return Broken, and `rollback` must follow. A sharded policy has no state to restore, and
+        raises GroupBroken."""
         keeps = size > 1 and not self.config.train.shard
         self._before = self.state(place_of_copy(self.policy, self._needed)) if keeps else None
         try:
             with self.tracer.span("update"):
-                return self.policy.update(batch, step, self.membership.enter(rendezvous, rank, size), held)
+                return self.policy.update(batch, step, self.membership.enter(rendezvous, rank, size))
         except GroupBroken as error:
             self.membership.leave()
             if self._before is None:
@@ -192,7 +150,6 @@ class RunWorker(Worker):
         self.spot.target_moved()
 
     def _restore(self, state: State) -> None:
-        self.policy.forget_early()
         self.policy.load_state_dict(state.policy)
         self.policy.load_optimizer_state(state.optimizer)
         self._before = None

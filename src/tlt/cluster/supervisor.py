@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from tlt.cluster.calls import Deadlines, PendingCalls
-from tlt.cluster.capacity import Capacity
+from tlt.cluster.calls import Capacity, Deadlines, PendingCalls
 from tlt.cluster.pool import ClusterError, Handle, Pool, WorkerLost
 from tlt.rl.parallel import SILENT, Broken, GroupBroken
 
@@ -226,7 +225,7 @@ class Supervisor:
         broke. In that case the other workers return Broken, and a worker that does not return within `_PATIENCE`
         seconds is replaced. `meanwhile` is called repeatedly while waiting."""
         for index, own in arguments.items():
-            self.call(index, method, *own)
+            self.calls.submit(index, method, *own)
         results, until = dict[int, Any](), math.inf
         try:
             while waiting := [i for i in arguments if method in self.pending(i)]:

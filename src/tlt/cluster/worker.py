@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt.build import open_engine, starting_drafter
-from tlt.cluster.crowding import CoreClock
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
 from tlt.engine.protocol import RolloutEngine, Target
@@ -25,6 +26,8 @@ from tlt.spot.spot import SpotTrainer
 from tlt.spot.spot_worker import SpotWorker
 from tlt.trace import Span, Tracer
 from tlt.types import Request, Response, RolloutStats, Row
+
+_FILE = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds on a core, nanoseconds of waiting for one
 
 
 class DecodeWork(NamedTuple):
@@ -67,6 +70,28 @@ class Slice(NamedTuple):
     seconds: float = 0.0
     waited: float = 0.0
     """seconds in which the decoding thread waited for a free core"""
+
+
+class CoreClock:
+    """Clock of the thread that makes it: seconds since then, and seconds in which the thread waited for a free core."""
+
+    def __init__(self) -> None:
+        self._began, self._waited = time.perf_counter(), _waited()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    @property
+    def waited(self) -> float:
+        return _waited() - self._waited
+
+
+def _waited() -> float:
+    """Return the seconds so far in which this thread was ready to run and waited for a core; 0 if they are unknown."""
+    with suppress(OSError):
+        return int(_FILE.read_text(encoding="ascii").split()[1]) / 1e9
+    return 0.0
 
 
 class Worker:

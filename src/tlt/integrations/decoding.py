@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tlt.cluster.local_pool import local_worker
+from tlt.cluster.pool import local_worker
 from tlt.cluster.remote import ClusterRollout, local_rollout
 from tlt.cluster.worker import Worker, decoding_parts
 from tlt.config import Config, EngineConfig, SpeculationConfig, parse_config

@@ -25,7 +25,6 @@ from tlt.integrations.trl_tools import ToolTurns, has_tools
 from tlt.integrations.trl_vllm import TrlTarget, prepare_vllm
 from tlt.integrations.trl_weights import Trained
 from tlt.models.loading import decoder_for
-from tlt.rl.early import Wave
 from tlt.rl.parity import take_weights
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats
@@ -112,7 +111,7 @@ class _Process:
 
     def _decode(self, requests: Sequence[Request]) -> tuple[list[Response], RolloutStats]:
         """Decode the requests. Return the responses in the order of the requests, and the counters."""
-        responses, stats = self.rollout.generate(Wave(requests, lambda response: None))
+        responses, stats = self.rollout.generate(requests, lambda response: None)
         by_seed = {response.request.seed: response for response in responses}
         return [by_seed[request.seed] for request in requests], stats
 

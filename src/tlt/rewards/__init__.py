@@ -29,11 +29,6 @@ class Reward:
     def submit(self, response: Response) -> None:
         """Start scoring a response before the other responses of its step are finished."""
 
-    def set_if_ready(self, responses: Sequence[Response]) -> bool:
-        """Set the rewards of these submitted responses, unless some of them are still being computed. Return without
-        waiting whether the rewards are set."""
-        return True
-
     def __call__(self, responses: Sequence[Response]) -> None:
         """Set `reward` and `scores` of each response. Wait until all are computed. If a response cannot be scored,
         leave its `reward` None and set its `outcome` to the reason."""
@@ -149,13 +144,6 @@ class Scored(Reward):
         for response in responses:
             self._set(response, self.scorer.result(self._begun[id(response)][1]))
         self._begun.clear()
-
-    def set_if_ready(self, responses: Sequence[Response]) -> bool:
-        verdicts = [self._begun[id(response)][1] for response in responses]
-        known = all(verdict.done() for verdict in verdicts)
-        for response, verdict in zip(responses, verdicts, strict=True) if known else ():
-            self._set(response, self.scorer.result(verdict))
-        return known
 
     def close(self) -> None:
         self.scorer.close()

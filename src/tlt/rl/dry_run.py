@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 from tlt.config import Config, ConfigError
 from tlt.engine.memory import free_bytes
 from tlt.models.hugging_face import checkpointable_layers
-from tlt.rl.early import most_early_gradients, most_responses
-from tlt.rl.logprobs import LOGITS_MB, last_hidden
-from tlt.rl.policy import Policy
-from tlt.rl.shards import Shard
-from tlt.rl.trained_model import trained_parameters
+from tlt.rl.logprobs import LOGITS_MB, FixedLogprobs, last_hidden
+from tlt.rl.measure import TokenMetrics
+from tlt.rl.parallel import Alone
+from tlt.rl.policy import Policy, ShardSum, Update, trained_parameters
 from tlt.types import TrainBatch
 
 _SHORT = 32  # tokens of the shorter of the two passes whose memory is measured
@@ -79,17 +78,19 @@ def memory_needed(policy: Policy, config: Config, longest_prompt: int) -> Need:
 def _tokens(config: Config, longest_prompt: int) -> tuple[int, int]:
     """Return the largest numbers of tokens in a sequence and in a micro-batch. A sequence that exceeds
     train.micro_batch_tokens has its own micro-batch, and a shard may have fewer tokens than that."""
-    longest = longest_prompt + config.rollout.max_new_tokens
-    return longest, max(min(config.train.micro_batch_tokens, most_responses(config) * longest), longest)
+    rollout, train = config.rollout, config.train
+    longest = longest_prompt + rollout.max_new_tokens
+    responses = -(-rollout.prompts_per_step * rollout.group_size // train.updates_per_step)
+    return longest, max(min(train.micro_batch_tokens, responses * longest), longest)
 
 
 def _copies(policy: Policy, config: Config) -> int:
     """Return the memory for gradients, Adam's two moments and copies, in multiples of the size of the trained weights.
 
     With several workers on CPUs, each worker also keeps a copy of weights and moments from before the update, in case a
-    worker fails. It keeps one more gradient for each of its early shards (`rl/early.py`)."""
+    worker fails."""
     keeps = policy.device.type == "cpu" and config.cluster.workers > 1 and not config.train.shard
-    return 6 + most_early_gradients(config) if keeps else 3
+    return 6 if keeps else 3
 
 
 def own_bytes(parameters: Iterable[Tensor]) -> int:
@@ -131,19 +132,20 @@ def _measured(policy: Policy, config: Config, longest_prompt: int) -> float:
     new = min(config.rollout.max_new_tokens, length - 1)
     batch = TrainBatch([(0,) * (length - new)] * count, [[0] * new] * count, [1.0] * count, [[0.0] * new] * count)
     micro = packer.pack(batch, [[i] for i in range(count)])
-    gradients = policy.gradients
+    fixed = FixedLogprobs({}, {i: torch.zeros(new, device=policy.device) for i in range(count)})
+    update = Update(policy, policy.passes, batch, 0, Alone())
     try:
         moments = torch.empty(2 * own_bytes(trained_parameters(policy.model)), dtype=torch.uint8, device=policy.device)
         before = torch.cuda.memory_allocated()
         if policy.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        gradients.add(gradients.begin(Shard(0, batch, list(range(count)))), micro)
+        update.add_gradient(micro, fixed, ShardSum(), TokenMetrics(policy.device))
         del moments
         return torch.cuda.max_memory_allocated() - before
     except torch.OutOfMemoryError:
         return math.inf
     finally:
-        gradients.forget()
+        policy.optimizer.zero_grad(set_to_none=True)
         if policy.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -178,7 +178,7 @@ class Objective:
         """Return the loss of a micro-batch, with gradient, and its metrics, which are also sums over tokens.
         `reference`: log-probs [T] under the reference model if the loss has a KL term, else None."""
         loss, clipped, ratio = self.loss.surrogate(inputs, self.clip)
-        found = {"clipped": clipped.item(), "weight": inputs.weights.sum().item(), "tokens": float(len(ratio))}
+        found = {"clipped": clipped.item(), "weight": inputs.weights.sum().item()}
         if reference is not None:
             apart = (self.kl(inputs.policy_logprobs, reference) * ratio * inputs.weights).sum()
             loss = loss + self.config.kl_weight * apart
@@ -198,3 +198,32 @@ class Objective:
         cap = self.config.importance_cap
         importance = truncated_weights(before, rollout_logprobs(batch, micro, before), cap) if cap else 1.0
         return LossInputs(logprobs, before, advantages, weights, lengths, importance)
+
+
+# -- responses that are computed ---------------------------------------------------------------------------------------
+
+
+def has_gradient(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
+    """Return whether the loss depends on response `i`: the response is not masked, and either its advantage is not 0 or
+    the loss has a KL term."""
+    kl_in_loss = bool(train.kl_weight) and train.kl_in == "loss"
+    return (bool(batch.advantages[i]) or kl_in_loss) and i not in batch.masked
+
+
+def fixed_logprobs(train: TrainConfig) -> tuple[str, ...]:
+    """Return the kinds of log-probs that are computed before the first gradient and then stay fixed: names of fields of
+    `FixedLogprobs`. If there is only one optimizer step, the old log-probs are not among them, because the policy is
+    then still the one that decoded the responses."""
+    old = train.updates_per_step * train.epochs > 1 or _has_kl_in_reward(train)
+    return (*(["old"] if old else []), *(["reference"] if train.kl_weight else []))
+
+
+def needs_logprobs(batch: TrainBatch, i: int, train: TrainConfig) -> bool:
+    """Return whether the log-probs that `fixed_logprobs` names are computed for response `i`."""
+    if _has_kl_in_reward(train):
+        return True
+    return has_gradient(batch, i, train) and (bool(train.kl_weight) or i not in batch.old_logprobs)
+
+
+def _has_kl_in_reward(train: TrainConfig) -> bool:
+    return bool(train.kl_weight) and train.kl_in == "reward"

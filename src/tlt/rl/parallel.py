@@ -1,7 +1,7 @@
-"""Data-parallel updates: process groups and their members, the shards of a batch, their owners, and sums over a group.
+"""Data-parallel updates: process groups and their members, the shards of a batch, and sums over a group.
 
-An update is cut into shards: first early shards (`rl/early.py`), then one shard per worker of the recipe. Gradients are
-summed in the order of shards. So the result is bitwise the same whatever the timing and the number of members.
+An update is cut into one shard per worker of the recipe. Each member computes a contiguous range of shards. Gradients
+are summed in the order of shards. So the result is bitwise the same whatever the number of members.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ _PATIENCE = timedelta(minutes=60)  # timeout for a slow member; connections of a
 _RENDEZVOUS = timedelta(seconds=10)  # timeout for all members to connect
 _NCCL_STARTS = timedelta(seconds=120)  # timeout for NCCL's first collective, which connects the GPUs
 SILENT = 30  # seconds without an answer from the other machine, after which a connection closes
-Owners = Sequence[Sequence[int]]
-"""Indices of the shards that each member computes, one list per member. Each shard of an update has one owner."""
 
 
 class GroupBroken(RuntimeError):
@@ -56,18 +54,15 @@ class ProcessGroup(Protocol):
     rank: int
     size: int
     shards: int
-    """Number of workers in the recipe. An update has one shard for each, in addition to its early shards."""
+    """number of workers in the recipe, and of shards of an update"""
 
     def sum_(self, tensor: Tensor) -> None:
         """Sum the tensor over all members, in place. All members get the same bits."""
         ...
 
-    def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
+    def sum_shards(self, own: Tensor) -> Tensor:
         """Return the sum [n] of the shards of all members, added in the order of shards. The bits are the same on all
-        members, and for any number of members.
-
-        `own` [m, n] has the m shards of this member, in the order in which `owners` lists them.
-        """
+        members, and for any number of members. `own` [m, n] has the m shards of this member (`numbers_of`)."""
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -86,8 +81,8 @@ class Alone:
 
     def sum_(self, tensor: Tensor) -> None: ...
 
-    def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
-        return in_order(own, owners)
+    def sum_shards(self, own: Tensor) -> Tensor:
+        return in_order(own)
 
     def gather(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -150,28 +145,24 @@ def _host_memory(like: Tensor) -> Tensor:
     return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda, requires_grad=False)
 
 
-def sum_gradients(
-    gradients: Sequence[Tensor], group: ProcessGroup, shards: Sequence[Sequence[Tensor]], owners: Owners
-) -> None:
-    """Write the sum of the gradients of all shards of all members into `gradients`.
-
-    `shards`: gradients of this member's own shards, in the order of `owners`. `gradients` may be one of them."""
+def sum_gradients(gradients: Sequence[Tensor], group: ProcessGroup, taken: Sequence[Sequence[Tensor]]) -> None:
+    """Write the sum of the gradients of all shards of all members into `gradients`, which has the gradients of this
+    member's last shard. `taken`: gradients of its other shards, in the order of shards."""
     if group.shards == 1:
         return
+    shards = [*taken, gradients]
     for bucket in _buckets(gradients):
         pieces = (shard[k].reshape(-1)[piece] for shard in shards for k, piece in bucket)
-        own = torch.cat([piece.to(gradients[0].device) for piece in pieces])  # early shards are in host memory
-        total = group.sum_shards(own.view(len(shards), -1), owners)
+        own = torch.cat([piece.to(gradients[0].device) for piece in pieces])  # `taken` is in host memory
+        total = group.sum_shards(own.view(len(shards), -1))
         parts = total.split([piece.stop - piece.start for _, piece in bucket])
         for (k, piece), part in zip(bucket, parts, strict=True):
             gradients[k].view(-1)[piece] = part
 
 
-def in_order(shards: Tensor, owners: Owners) -> Tensor:
-    """Return the sum [n] of the rows of `shards` [shards, n], added in the order of shard indices. The rows are in the
-    order of `owners`, member by member."""
-    numbers = [number for own in owners for number in own]
-    first, *rest = (shards[row] for row in sorted(range(len(numbers)), key=numbers.__getitem__))
+def in_order(shards: Tensor) -> Tensor:
+    """Return the sum [n] of the rows of `shards` [shards, n], added one after the other."""
+    first, *rest = shards
     if not rest:
         return first
     total = first + rest[0]
@@ -262,7 +253,7 @@ class Processes:
     def sum_(self, tensor: Tensor) -> None:
         self._call(dist.all_reduce, tensor)
 
-    def sum_shards(self, own: Tensor, owners: Owners) -> Tensor:
+    def sum_shards(self, own: Tensor) -> Tensor:
         """Return the sum of all shards. Each member sums one slice of every shard, and then the sums are gathered.
 
         With one shard per member this moves the same number of bytes as an all-reduce."""
@@ -270,12 +261,12 @@ class Processes:
         width = -(-n // self.size)
         whole = F.pad(own, (0, width * self.size - n)) if n % self.size else own  # padding takes as long as the sum
         parts = whole.view(count, self.size, width).transpose(0, 1)
-        counts = [len(numbers) for numbers in owners]
+        counts = [len(numbers_of(rank, self.size, self.shards)) for rank in range(self.size)]
         mine = own.new_empty(sum(counts), width)
         sent = parts.reshape(self.size * count, width)
         self._call(dist.all_to_all_single, mine, sent, counts, [count] * self.size)
         total = own.new_empty(self.size, width)
-        self._call(dist.all_gather, list(total), in_order(mine, owners))
+        self._call(dist.all_gather, list(total), in_order(mine))
         return total.view(-1)[:n]
 
     def gather(self, tensor: Tensor) -> Tensor:

@@ -23,11 +23,9 @@ from tlt.models.hugging_face import checkpointable_layers, save_model
 from tlt.rl.batching import MicroBatch
 from tlt.rl.logprobs import Forward, TransformersForward
 from tlt.rl.lora import AdaptedPolicy
-from tlt.rl.parallel import Alone, Owners, ProcessGroup, broken, sum_gradients
+from tlt.rl.parallel import Alone, ProcessGroup, broken, sum_gradients
 from tlt.rl.passes import Passes
-from tlt.rl.policy import Policy
-from tlt.rl.shards import Held
-from tlt.rl.trained_model import trained_parameters
+from tlt.rl.policy import Policy, trained_parameters
 from tlt.types import TrainBatch
 
 
@@ -87,12 +85,9 @@ class ShardedPolicy(Policy):
 
     # -- update -------------------------------------------------------------------------------------------------------
 
-    def update(
-        self, batch: TrainBatch, step: int, group: ProcessGroup | None = None, held: Held = ()
-    ) -> dict[str, float]:
-        """Update the policy. The result is that of an unsharded policy up to the rounding of sums. `group` and `held`
-        are not used, because the group is that of `shard_over` and there are no early shards. Raises NotFinite,
-        GroupBroken."""
+    def update(self, batch: TrainBatch, step: int, group: ProcessGroup | None = None) -> dict[str, float]:
+        """Update the policy. The result is that of an unsharded policy up to the rounding of sums. `group` is not used,
+        because the group is that of `shard_over`. Raises NotFinite, GroupBroken."""
         try:
             return super().update(batch, step, self.group)
         except RuntimeError as error:
@@ -108,16 +103,16 @@ class ShardedPolicy(Policy):
     def own_weights(self) -> Iterable[tuple[str, Tensor]]:
         return [(name, _local(parameter)) for name, parameter in self.model.named_parameters()]
 
-    def _clip(self, group: ProcessGroup, shards: Sequence[Sequence[Tensor]], owners: Owners, total: int) -> Tensor:
+    def _clip(self, group: ProcessGroup, taken: Sequence[Sequence[Tensor]], total: int) -> Tensor:
         """Divide and clip the gradients, and return their norm before clipping.
 
         FSDP has already summed the gradients of the layers over the members. This method sums the gradients of the
         unsharded parameters, and the squared norms of the gradient shards of the layers."""
-        assert len(shards) == 1, "a sharded policy has one shard per member"
+        assert not taken, "a sharded policy has one shard per member"
         parameters = trained_parameters(self.model)
         layers, rest = ([p for p in parameters if isinstance(p, DTensor) == kind] for kind in (True, False))
         whole = [p.grad for p in rest if p.grad is not None]
-        sum_gradients(whole, group, [whole], owners)
+        sum_gradients(whole, group, [])
         for gradient in (*whole, *(_local(p.grad) for p in layers if p.grad is not None)):
             gradient.div_(total)
         square = get_total_norm([_local(p.grad) for p in layers if p.grad is not None]).square()

@@ -15,7 +15,7 @@ from tlt.models.device import torch_device
 from tlt.models.families import decoder_options, read_config
 from tlt.models.generic import TRIED
 from tlt.models.hugging_face import empty_model
-from tlt.rl.lora_targets import add_adapters
+from tlt.rl.lora import add_adapters
 from tlt.run.trackers import names_of
 from tlt.types import Prompt
 from tlt.wording import counted

@@ -9,7 +9,6 @@ from statistics import fmean, stdev
 from tlt.config import Config
 from tlt.loop import Rollout, Watcher, call_each
 from tlt.rewards import Reward
-from tlt.rl.early import Wave
 from tlt.sampling import make_requests
 from tlt.types import Prompt, Request, Response, SamplingParams
 
@@ -32,7 +31,7 @@ def evaluate(
     samples = config.eval.samples
     requests = make_requests(prompts, samples, sampling, config.run.seed, "eval")
     watcher.phase(step, "eval", len(requests))
-    responses, _ = rollout.generate(Wave(requests, call_each(reward.submit, watcher.response), coming))
+    responses, _ = rollout.generate(requests, call_each(reward.submit, watcher.response), coming)
     by_seed = {response.request.seed: response for response in responses}
     in_order = [by_seed[request.seed] for request in requests]
     reward(in_order)

@@ -3,7 +3,7 @@ drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from tlt.draft.ahead import Ahead, AheadStore
 from tlt.engine.engine import Engine
 from tlt.loop import Trainable
 from tlt.models.decoder import Decoder
-from tlt.rl.early import Wave
 from tlt.spelling import Detokenizer
 from tlt.types import Request, Response, RolloutStats
 
@@ -78,6 +77,11 @@ class LookAheadRollout(ClusterRollout):
         super().sync(policy, version)
         self.older.sync(policy, version)
 
-    def generate(self, wave: Wave) -> tuple[list[Response], RolloutStats]:
-        self.coordinator.idle.ahead.store.put(self.older.tokens_of(wave.requests))
-        return super().generate(wave)
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_response: Callable[[Response], None],
+        coming: Iterable[list[Request]] = (),
+    ) -> tuple[list[Response], RolloutStats]:
+        self.coordinator.idle.ahead.store.put(self.older.tokens_of(requests))
+        return super().generate(requests, on_response, coming)

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tlt.cluster.local_pool import local_worker
+from tlt.cluster.pool import local_worker
 from tlt.cluster.remote import ClusterRollout
 from tlt.config import ClusterConfig, Config
 from tlt.data.prompts import Cursor

@@ -1,11 +1,17 @@
-"""Acceptance rate by depth, worked by hand."""
+"""Acceptance rate by depth, worked by hand, and weights that are not finite."""
 
 from __future__ import annotations
+
+import math
+
+import pytest
+import torch
 
 from tlt.draft.chains import Draft
 from tlt.engine.committing import num_accepted
 from tlt.engine.state import count_depth
-from tlt.rl.measure import acceptance_by_depth
+from tlt.rl.measure import NotFinite, acceptance_by_depth, refuse_weights
+from tlt.rl.parallel import Alone
 from tlt.types import RolloutStats
 
 
@@ -23,3 +29,17 @@ def test_two_workers_are_one_sum() -> None:
     one = RolloutStats(verified_to={"eagle 1": 3, "suffix 1": 1}, accepted_to={"eagle 1": 3, "suffix 0": 1})
     both = one + RolloutStats(verified_to={"eagle 1": 1}, accepted_to={"eagle 0": 1})
     assert acceptance_by_depth(both.verified_to, both.accepted_to) == {"eagle": {"1": 0.75}, "suffix": {"1": 0.0}}
+
+
+@pytest.mark.parametrize("values", [[1.0, math.nan], [1.0, math.inf], [math.inf, -math.inf]])
+def test_weights_that_are_not_finite_are_named(values: list[float]) -> None:
+    """Infinities may cancel in a sum."""
+    weights = {"a": torch.ones(2), "b": torch.tensor(values), "c": torch.tensor([math.nan])}
+    with pytest.raises(NotFinite, match=r"^b \(and 1 more\) of the policy is not finite at the start"):
+        refuse_weights(weights.items(), Alone(), "at the start")
+
+
+def test_finite_weights_whose_sum_is_not_finite_are_accepted() -> None:
+    largest = torch.full((4,), torch.finfo(torch.float32).max)
+    assert not largest.sum().isfinite()
+    refuse_weights([("a", largest)], Alone(), "at the start")
