@@ -53,17 +53,17 @@ class Shuffled:
 def run(recipe: str, config: Config, shuffled: bool) -> dict[str, Any]:
     from rich.console import Console
 
-    from tlt.run import parts
+    from tlt.run import opening
     from tlt.run.display import Display
     from tlt.run.train import train
 
-    make_reward = parts.make_reward
+    make_reward = opening.make_reward
 
     def reward(config: Config, prompts: Sequence[Any], *more: Any) -> Any:
         made = make_reward(config, prompts, *more)
         return Shuffled(made, config.run.seed) if shuffled else made
 
-    with patch.object(parts, "make_reward", reward):
+    with patch.object(opening, "make_reward", reward):
         summary = train(config, False, Display(Console(file=sys.stderr)))
     mean = f"mean@{config.eval.samples}"
     first, last = summary["eval_first"].get(mean), summary["eval_last"].get(mean)

@@ -15,7 +15,7 @@ from tlt.environments.tools import with_tools
 from tlt.loop import Watcher, one_step
 from tlt.models.decoder import Decoder
 from tlt.models.loading import make_target
-from tlt.run.parts import make_parts
+from tlt.run.opening import make_parts
 from tlt.types import Request
 
 _FIRST_STEPS = 2  # steps before the older weights are copied: the optimizer's first steps differ from later ones

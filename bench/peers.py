@@ -224,7 +224,7 @@ def trl_model(config: Any, tokenizer: Any) -> Any:
     no stop strings. Raises ValueError if a stop string is not one token."""
     from transformers import AutoModelForCausalLM
 
-    from tlt.data.sampling_params import stop_token_ids
+    from tlt.data.limits import stop_token_ids
     from tlt.models.device import torch_dtype
 
     model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch_dtype(config.model))

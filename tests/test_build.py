@@ -19,7 +19,7 @@ from tlt.engine.own_backend import make_tuner
 from tlt.models.loading import make_target
 from tlt.models.model_folder import ModelError
 from tlt.run.about import about_model
-from tlt.run.parts import make_parts
+from tlt.run.opening import make_parts
 
 
 def test_a_benchmark_decodes_the_prompts_of_training(tmp_path: Path) -> None:

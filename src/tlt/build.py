@@ -10,9 +10,8 @@ import torch
 
 from tlt.config import Config, EngineConfig, ModelConfig, SpeculationConfig, section_of
 from tlt.config.registry import BACKENDS, maker, may_be_learned
-from tlt.data.limits import refuse_foreign_tokens
+from tlt.data.limits import refuse_foreign_tokens, sampling_params
 from tlt.data.prompts import encoder, load_prompts
-from tlt.data.sampling_params import sampling_params
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter

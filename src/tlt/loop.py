@@ -28,7 +28,7 @@ from tlt.engine.exactness import Exactness
 from tlt.environments.episodes import Turns
 from tlt.metrics import timed
 from tlt.rewards import Reward
-from tlt.rewards.checks import Unrewarded, warn_if_alike, warn_if_all_masked
+from tlt.rewards.verdicts import Unrewarded, warn_if_alike, warn_if_all_masked
 from tlt.rl.groups import make_batch, rewarded, usable
 from tlt.rl.measure import episodes_of, measure, refuse_responses
 from tlt.sampling import request_seed
@@ -127,7 +127,7 @@ class Watcher:
 
 @dataclass
 class Parts:
-    """Objects that a step uses, built once per run by `run/parts.py`."""
+    """Objects that a step uses, built once per run by `run/opening.py`."""
 
     prompts: Sequence[Prompt]
     cursor: Cursor

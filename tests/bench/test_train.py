@@ -94,7 +94,7 @@ def result(home: Path) -> dict[str, Any]:
     with (
         patch.object(bench, "Process", InThread),
         patch.object(bench, "_better_shape", lambda *_: 2),
-        patch("tlt.run.parts._many_workers", many_workers),
+        patch("tlt.run.opening._many_workers", many_workers),
     ):
         bench.bench_train(config_of(home), 2, STEPS, list(bench.MODES), home / "result.json")
     return json.loads((home / "result.json").read_text(encoding="utf-8"))

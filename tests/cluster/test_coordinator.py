@@ -67,7 +67,7 @@ def train(
 
     enough_cores = patch("tlt.build.share_cores", lambda config: False)  # of this machine, which may have two
     try:
-        with patch("tlt.run.parts._many_workers", many_workers), enough_cores:
+        with patch("tlt.run.opening._many_workers", many_workers), enough_cores:
             summary = run_module.train(config, resume, display or Display(Console(quiet=True)), **options)
             assert summary["exact"] is not False, "every worker is; with vLLM it is None"
     finally:

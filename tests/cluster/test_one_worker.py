@@ -21,7 +21,7 @@ from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.integrations.decoding import train_until
-from tlt.run.parts import make_parts
+from tlt.run.opening import make_parts
 from tlt.spot import schedule
 from tlt.spot.schedule import RULE
 from tlt.spot.spot import SpotTrainer

@@ -190,7 +190,7 @@ def test_tools_are_in_the_prompt_and_turns_and_malformed_calls_are_counted(tmp_p
     rollout = {"stop_strings": list("abcdefgh "), "max_new_tokens": 128}
     config = config_of(tmp_path, "Desk", data=data, rollout=rollout, train={"steps": 1})
     seen: list[Prompt] = []
-    with patch("tlt.run.parts.about_prompts", lambda config, prompts, tokenizer: (seen.extend(prompts), "")[1]):
+    with patch("tlt.run.opening.about_prompts", lambda config, prompts, tokenizer: (seen.extend(prompts), "")[1]):
         train(config)
     prompt = load_tokenizer(str(tmp_path / "model")).decode(seen[0].token_ids)
     assert "Add two numbers." in prompt

@@ -38,7 +38,7 @@ from tlt.cluster.workers import RayPool, _gpus_of_worker, share_of_cores
 from tlt.config import Config, ConfigError
 from tlt.models.model_folder import ModelError
 from tlt.models.weights import sha256
-from tlt.run import parts
+from tlt.run import opening
 from tlt.run import train as run_module
 from tlt.run.display import Display
 from tlt.types import Prompt, Request, SamplingParams
@@ -91,14 +91,14 @@ class Killer(Display):
 
 
 def watched_by(killer: Killer) -> Any:
-    real = parts.join
+    real = opening.join
 
     def join(pool: Any, *rest: Any) -> Any:
         killer.folder = pool.folder
         assert Path(pool.folder).stat().st_mode & 0o077 == 0, "others can open what Ray keeps there"
         return real(pool, *rest)
 
-    return patch.object(parts, "join", join)
+    return patch.object(opening, "join", join)
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,10 @@ from transformers import AutoTokenizer, Qwen2Config
 
 from tlt.config import DataConfig
 from tlt.data.prompts import DataError, encoder
-from tlt.data.tokenizer import load_tokenizer
+from tlt.data.tokenizer import load_tokenizer, model_files, write_files
 from tlt.files import read_json
 from tlt.models.model_folder import ModelError
 from tlt.spelling import Detokenizer
-from tlt.store.model_files import model_files, write_files
 
 
 def a_tokenizer() -> Tokenizer:

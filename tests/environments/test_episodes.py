@@ -27,9 +27,8 @@ from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.engine import Engine
 from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed
-from tlt.environments.episodes import Episodes
+from tlt.environments.episodes import Episodes, ReplyRecord
 from tlt.environments.instances import Environments, Turn, TurnText
-from tlt.environments.replies import ReplyRecord
 from tlt.rewards.verdicts import Verdict
 from tlt.types import Prompt, Reply, Request, Response, Row, SamplingParams
 

@@ -15,9 +15,9 @@ from tiny import tiny_config, train
 from tlt import cli
 from tlt.report import ReportError, write_report, write_report_or_warn
 from tlt.report import page as page_module
+from tlt.report.page import advice, useful_share, worker_seconds
 from tlt.report.read import FILES, read_run
-from tlt.report.story import advice, useful_share, worker_seconds
-from tlt.store.completions import runs_of
+from tlt.run.record import runs_of
 
 
 def shown(path: Path) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from tlt.models.model_folder import ModelError
 from tlt.models.weights import read_safetensors
 from tlt.rl.parity import check_parity, take_weights
 from tlt.rl.policy import Policy
-from tlt.run.parts import make_parts
+from tlt.run.opening import make_parts
 from tlt.verify.oracle import last_logits
 
 CPU = torch.device("cpu")

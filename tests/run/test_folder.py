@@ -8,6 +8,8 @@ import re
 import shutil
 import signal
 import stat
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -19,7 +21,7 @@ from rich.console import Console
 from tiny import tiny_config, train
 
 from tlt.config import Config, ConfigError
-from tlt.config.run import RunConfig
+from tlt.config.sections import RunConfig
 from tlt.data.prompts import DataError
 from tlt.loop import StepResult
 from tlt.metrics import read_metrics
@@ -28,7 +30,7 @@ from tlt.rewards import RewardError
 from tlt.rewards.isolated import IsolatedScore
 from tlt.rl.policy import Update
 from tlt.run.display import Display
-from tlt.run.folder import RunFolder
+from tlt.run.folder import OnSave, RunFolder
 from tlt.stopping import stop_request
 from tlt.store import checkpoint
 
@@ -290,3 +292,64 @@ def test_a_saved_policy_has_the_config_of_its_source_and_a_card(home: Path, use_
 
 def test_checkpoints_are_saved_by_default() -> None:
     assert 0 < RunConfig().save_every <= 50
+
+
+# -- the command after a save ------------------------------------------------------------------------------------------
+
+
+COPY = (
+    "import pathlib, shutil, sys, time; source, place = map(pathlib.Path, sys.argv[1:]); "
+    "time.sleep(len(list(place.iterdir())) == 0); shutil.copytree(source, place / source.name)"
+)
+
+
+def test_a_copy_of_each_run_is_resumed_elsewhere(tmp_path: Path) -> None:
+    copies = tmp_path / "copies"
+    copies.mkdir()
+    command = f'cp -r {{checkpoint}} "{copies}/{{name}}"'
+    expected = train(tiny_config(tmp_path, train={"steps": 3}))["policy_sha256"]
+    train(tiny_config(tmp_path, run={"folder": str(tmp_path / "lost"), "on_save": command}))
+    assert [path.name for path in copies.iterdir()] == ["step_00000002"]
+    assert checkpoint.fault(copies / "step_00000002") is None
+    (tmp_path / "fresh").mkdir()
+    copies.rename(tmp_path / "fresh" / "checkpoints")
+    fresh = tiny_config(tmp_path, train={"steps": 3}, run={"folder": str(tmp_path / "fresh")})
+    assert train(fresh, resume=True)["policy_sha256"] == expected
+
+
+def test_saves_do_not_wait_and_the_newest_is_copied_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "script.py").write_text(COPY)
+    runner = OnSave(f'"{sys.executable}" "{tmp_path}/script.py" {{checkpoint}} "{tmp_path}/copies"')
+    began = time.monotonic()
+    for step in range(5):
+        (tmp_path / f"step_{step}").mkdir()
+        runner.saved(tmp_path / f"step_{step}")
+    assert time.monotonic() - began < 0.9, "the first copy takes a second"
+    runner.close()
+    assert sorted(path.name for path in (tmp_path / "copies").iterdir()) == ["step_0", "step_4"]
+
+
+def test_a_command_that_fails_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    runner = OnSave(f'"{sys.executable}" -c "raise SystemExit(3)" {{name}}')
+    runner.saved(tmp_path / "step_1")
+    runner.close()
+    assert "run.on_save ended with exit code 3: " in caplog.text
+    assert "'step_1'" in caplog.text
+
+
+def test_a_program_that_disappears_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    program = tmp_path / "copy"
+    program.symlink_to(sys.executable)
+    runner = OnSave(f"{program} {{checkpoint}}")
+    program.unlink()
+    runner.saved(tmp_path / "step_1")
+    runner.close()
+    assert "run.on_save cannot run (No such file or directory): " in caplog.text
+
+
+@pytest.mark.parametrize("command", ["no-such-program {checkpoint}", "cp 'half"])
+def test_a_command_that_cannot_run_ends_the_run_at_its_start(tmp_path: Path, command: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.on_save = .*(names no program|is not a command)"):
+        train(tiny_config(tmp_path, run={"on_save": command}))
+    assert not (tmp_path / "run").exists()

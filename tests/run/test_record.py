@@ -23,9 +23,8 @@ from tlt.metrics import MetricsWriter, read_metrics
 from tlt.rewards import RewardError
 from tlt.rl.measure import measure, tokens_of
 from tlt.run import trackers as trackers_module
-from tlt.run.record import RunProgress
+from tlt.run.record import CompletionsWriter, RunProgress
 from tlt.run.trackers import TrackedRun, Trackers, names_of, scalars
-from tlt.store.completions import CompletionsWriter
 from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

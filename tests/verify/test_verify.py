@@ -194,7 +194,7 @@ def test_with_importance_weights_a_different_reward_is_found(verified: Verified,
             for response in responses:
                 response.reward = float(next(calls))
 
-    monkeypatch.setattr("tlt.run.parts.make_reward", lambda *_: AlwaysAnother())
+    monkeypatch.setattr("tlt.run.opening.make_reward", lambda *_: AlwaysAnother())
     monkeypatch.setattr(*INEXACT)
     agree, _ = verified(train={"importance_cap": 2.0})
     assert not agree

@@ -267,7 +267,7 @@ import sys
 sys.path[:0] = ["{tests}", "{tests}/cluster"]
 from test_workers import Killer
 from tlt.run import train as run
-from tlt.run import parts
+from tlt.run import opening
 from tlt.config import load_config
 
 killer, real = Killer({{(1, "rollout"): 0.3}}), parts.join

@@ -59,12 +59,12 @@ def evaluated(config: Config, steps: int) -> tuple[int, dict[str, float]]:
     from tlt.build import for_machine, open_target
     from tlt.cluster.remote import local_rollout
     from tlt.cluster.worker import Worker, decoding_parts
-    from tlt.data.sampling_params import eval_sampling
+    from tlt.data.limits import eval_sampling
     from tlt.data.tokenizer import load_tokenizer
     from tlt.environments.tools import with_tools
     from tlt.loop import Watcher
     from tlt.run.evaluate import evaluate
-    from tlt.run.parts import read_inputs
+    from tlt.run.opening import read_inputs
     from tlt.store.hub import from_hub
 
     config = from_hub(with_tools(for_machine(config)))

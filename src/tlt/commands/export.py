@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tlt.data.sampling_params import stop_token_ids
-from tlt.data.tokenizer import PROBES, load_tokenizer
+from tlt.data.limits import stop_token_ids
+from tlt.data.tokenizer import PROBES, load_tokenizer, model_files, write_files
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer, load_drafter
 from tlt.draft.formats import Format, method, write_drafter
@@ -33,7 +33,6 @@ from tlt.rl.lora import whole_model
 from tlt.spot.saving import load_latest, newest_number
 from tlt.store.checkpoint import policy_in
 from tlt.store.hub import local_model
-from tlt.store.model_files import model_files, write_files
 
 To = Literal["hf", "vllm", "sglang"]
 _ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # maximum total variation distance of next-token distributions

@@ -16,9 +16,8 @@ from rich.console import Console
 from tlt import progress
 from tlt.build import backend_of, load_engine
 from tlt.config import DataConfig, GenerationConfig, parse_section
-from tlt.data.limits import refuse_foreign_tokens
+from tlt.data.limits import refuse_foreign_tokens, sampling_params
 from tlt.data.prompts import DataError, Encode, encoder, load_prompts, shown_to_model
-from tlt.data.sampling_params import sampling_params
 from tlt.data.tokenizer import load_tokenizer
 from tlt.engine.exactness import check_exactness
 from tlt.files import is_text, read_json, refuse_to_overwrite

@@ -16,8 +16,7 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from tlt.config.data import TaskConfig
-from tlt.config.rewards import RewardTerm
+from tlt.config.data import RewardTerm, TaskConfig
 from tlt.config.section import Section, is_state
 from tlt.config.section import section_of as section_class
 from tlt.config.sections import Config, GenerationConfig

@@ -1,11 +1,17 @@
-"""Loader of a model's tokenizer. The tokenizer behaves as tokenizer.json defines it.
+"""Tokenizer of a model, and the files of its folder other than config.json and the weights.
 
-transformers 5 loads some tokenizers with only the vocabulary of tokenizer.json, and splits texts by the rules of its
-own classes. But models are trained and served with the rules in tokenizer.json."""
+The tokenizer behaves as tokenizer.json defines it. transformers 5 loads some tokenizers with only the vocabulary of
+tokenizer.json, and splits texts by the rules of its own classes. But models are trained and served with the rules in
+tokenizer.json.
+
+Checkpoints and exports copy the files instead of saving them with transformers, because transformers would write files
+that differ from those it has read, and refuses to write some valid generation_config.json."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +21,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tlt.files import errors_as, read_json
 from tlt.models.families import read_config
-from tlt.models.model_folder import ModelError, refuse_byte_order_marks, refuse_no_tokenizer
+from tlt.models.model_folder import FILES, ModelError, refuse_byte_order_marks, refuse_no_tokenizer
 from tlt.spelling import Detokenizer
 
 log = logging.getLogger(__name__)
@@ -108,3 +114,52 @@ def adds(tokenizer: Any) -> dict[str, bool]:
 def _warn(text: str) -> None:
     """Log a warning, but only once in a process, because several parts of a run may load the same tokenizer."""
     log.warning(text)
+
+
+# -- files of a model folder -------------------------------------------------------------------------------------------
+
+
+def model_files(folder: str | Path, tokenizer: Any) -> dict[str, bytes]:
+    """Return the files of a model folder other than config.json and weights: name -> content. `tokenizer` is the
+    tokenizer loaded from this folder.
+
+    tokenizer_config.json and chat_template.jinja are completed, so that transformers 4 and 5 load the same
+    tokenizer."""
+    path = Path(folder)
+    found = [file for pattern in FILES for file in path.glob(pattern) if file.is_file() and file.suffix != ".py"]
+    files = {str(file.relative_to(path)): file.read_bytes() for file in found}
+    config = read_json(path / "tokenizer_config.json") if "tokenizer_config.json" in files else {}
+    completed = _completed(config, tokenizer, "tokenizer.json" in files)
+    if completed != config:
+        files["tokenizer_config.json"] = (json.dumps(completed, indent=2, ensure_ascii=False) + "\n").encode()
+    if isinstance(tokenizer.chat_template, str):
+        files.setdefault("chat_template.jinja", tokenizer.chat_template.encode())
+    return files
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files (name -> content) to a folder. Existing files are overwritten."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def _completed(config: dict[str, Any], tokenizer: Any, has_json: bool) -> dict[str, Any]:
+    """Return the content of tokenizer_config.json with the fields that transformers 4 and 5 need. `has_json` says
+    whether there is a tokenizer.json."""
+    found = dict(config)
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = [{"name": name, "template": text} for name, text in template.items()]
+    if template:  # transformers 4.47 and older read only this field; newer versions prefer chat_template.jinja
+        found["chat_template"] = template
+    if isinstance(found.get("extra_special_tokens"), list):  # transformers 4 expects a mapping in this field
+        found["additional_special_tokens"] = found.pop("extra_special_tokens")
+    if not has_json:
+        return found
+    found |= {name: is_so for name, is_so in adds(tokenizer).items() if name in found}
+    if type(tokenizer).__name__ == "TokenizersBackend":  # transformers 4 does not have this class
+        names = {name: getattr(tokenizer, name) for name in tokenizer.SPECIAL_TOKENS_ATTRIBUTES}
+        found = {name: str(token) for name, token in names.items() if token} | found
+        found["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return found

@@ -14,8 +14,8 @@ from tlt.data.continuation import ReplyContent
 from tlt.environments.call_reader import CallReader
 from tlt.files import is_text
 from tlt.rewards.answers import RewardError
-from tlt.rewards.async_calls import AT_ONCE, AsyncCalls, outside
 from tlt.rewards.scores import imported
+from tlt.rewards.user_calls import AT_ONCE, AsyncCalls, outside
 from tlt.rewards.verdicts import Verdict, failed, number
 from tlt.types import Prompt
 

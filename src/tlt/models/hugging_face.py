@@ -77,7 +77,7 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = 
     transformers would write it with the field names of its own version, and other versions ignore unknown names. If the
     folder names no `architectures`, they are added, because vLLM needs them.
 
-    generation_config.json is not written, but copied (`store/model_files.py`), because transformers refuses to write
+    generation_config.json is not written, but copied (`data/tokenizer.py`), because transformers refuses to write
     some that it can read. In a process group, transformers writes on rank 0 only, but here any rank may save."""
     generation, model.generation_config = model.generation_config, GenerationConfig()
     model.should_save_on_this_rank = lambda is_main_process: True

@@ -22,9 +22,9 @@ from typing import Any
 
 from tlt.config import Config
 from tlt.rewards.answers import Answer, RewardError
-from tlt.rewards.async_calls import AT_ONCE, late_threads
 from tlt.rewards.processes import Output, ignore_interrupts, kill_descendants, make_usual, memory
 from tlt.rewards.scores import Term, make_terms
+from tlt.rewards.user_calls import AT_ONCE, late_threads
 from tlt.rewards.verdicts import DIED, LARGEST, Verdict, number
 from tlt.stopping import SIGNALS
 from tlt.types import Prompt

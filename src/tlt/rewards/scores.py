@@ -22,10 +22,8 @@ from typing import Any, NamedTuple
 from tlt.config import Config, RewardConfig, RewardTerm
 from tlt.config.registry import REWARDS, maker
 from tlt.data.prompts import task_dataset
-from tlt.rewards.answers import Answer, RewardError, right_answers, same
-from tlt.rewards.arguments import Fill, fills
-from tlt.rewards.async_calls import AT_ONCE, AsyncCalls
-from tlt.rewards.mathematics import equal
+from tlt.rewards.answers import Answer, RewardError, equal, right_answers, same
+from tlt.rewards.user_calls import AT_ONCE, AsyncCalls, Fill, fills
 from tlt.types import Prompt
 from tlt.wording import counted
 from tlt_rl import install_hint

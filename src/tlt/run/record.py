@@ -1,19 +1,23 @@
-"""Writer of each step's results to metrics.jsonl, to completions.jsonl and to trackers."""
+"""Writer of each step's results to metrics.jsonl, to completions.jsonl and to trackers. completions.jsonl has one line
+per response: its text, its reward and how it was decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from tlt.config import Config
+from tlt.files import writing
 from tlt.loop import StepResult
-from tlt.metrics import MetricsWriter
+from tlt.metrics import MetricsError, MetricsWriter
 from tlt.rl.measure import tokens_of
 from tlt.run.trackers import TrackedRun, Trackers, makers_of
-from tlt.store.completions import CompletionsWriter
+from tlt.types import Group, Response
 
 _LAST = 10  # number of recent steps from which the remaining time is estimated
 
@@ -71,3 +75,87 @@ class RunProgress:
             taken = [step[phase] for step in self._seconds if phase in step]
             if every and taken:
                 metrics.seconds_left += fmean(taken) * (left // every)
+
+
+# -- completions -------------------------------------------------------------------------------------------------------
+
+
+NAME, OLDER = "completions.jsonl", "completions.old.jsonl"
+
+
+class CompletionsWriter:
+    """Writer of completions.jsonl with a size limit (default 1 GiB). If the file would exceed half of the limit, it is
+    first renamed to `completions.old.jsonl`, and replaces an earlier file of that name. When a run is resumed, lines
+    of `first_step` and later steps are deleted first."""
+
+    def __init__(self, folder: Path, first_step: int, limit_bytes: int = 2**30) -> None:
+        self.path, self.older, self.half = folder / NAME, folder / OLDER, limit_bytes // 2
+        for path in (self.older, self.path):
+            _cut(path, first_step)
+
+    def write(self, step: int, groups: Iterable[Group]) -> None:
+        """Append a line for each response of a step. Raises MetricsError if the file cannot be written."""
+        lines = b"".join(_line(step, response) for group in groups for response in group.responses)
+        with writing(self.path, MetricsError):
+            if self.path.exists() and self.path.stat().st_size + len(lines) > self.half:
+                self.path.replace(self.older)
+            with self.path.open("ab") as file:
+                file.write(lines)
+
+
+def _line(step: int, response: Response) -> bytes:
+    line = {"step": step} | record(response)
+    # lone surrogates cannot be encoded as UTF-8 and become JSON escapes
+    return json.dumps(line, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def record(response: Response) -> dict[str, Any]:
+    """Return a response as a dictionary for completions.jsonl. docs/metrics.md explains its fields."""
+    request = response.request
+    return {
+        "prompt_id": request.prompt.prompt_id,
+        "epoch": request.epoch,
+        "index": request.index,
+        "task": request.prompt.task,
+        "prompt": request.prompt.text,
+        "response": response.text,
+        "answer": request.prompt.ground_truth,
+        "extracted_answer": response.answer,
+        "reward": response.reward,
+        "scores": response.scores,
+        "outcome": response.outcome,
+        "advantage": response.advantage,
+        "length": response.num_sampled,
+        "finish_reason": response.finish_reason,
+        "replies": [reply.text for reply in response.replies],
+        "decoded": vars(response.decoded),
+        "proposed": runs_of(response.proposed),
+    }
+
+
+def runs_of(proposed: str) -> str:
+    """Return a text with one letter per token in run-length encoding: `sss..a` becomes `3s2.1a`."""
+    return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(proposed))
+
+
+def _cut(path: Path, first_step: int) -> None:
+    """Delete the lines of `first_step` and later steps from a file, and the incomplete last line of a killed run."""
+    if not path.is_file():
+        return
+    kept = 0
+    with path.open("r+b") as file:
+        for line in file:
+            if not line.endswith(b"\n") or _step(line) >= first_step:
+                break
+            kept += len(line)
+        file.truncate(kept)
+    if not kept:
+        path.unlink()
+
+
+def _step(line: bytes) -> float:
+    """Return the step of a line; infinity if it cannot be parsed, so that it and all later lines are deleted."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return float("inf")

@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config import Config
-from tlt.data.sampling_params import eval_sampling
-from tlt.data.tokenizer import load_tokenizer
+from tlt.data.limits import eval_sampling
+from tlt.data.tokenizer import load_tokenizer, write_files
 from tlt.loop import Rollout, StepResult, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.report import write_report_or_warn
 from tlt.rl.groups import to_plain
+from tlt.run.about import model_card
 from tlt.run.display import Display
 from tlt.run.evaluate import evaluate
-from tlt.run.model_card import model_card
 from tlt.run.opening import Run, opened
 from tlt.run.record import Record
 from tlt.run.resume import changes_environment
 from tlt.stopping import GivenUp, Stopped, StopRequest, stop_request
 from tlt.store import checkpoint
-from tlt.store.model_files import write_files
 from tlt.trace import seconds_by_state
 from tlt.wording import counted
 

@@ -36,7 +36,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.weights import sha256
 from tlt.progress import Work, working
 from tlt.rl.policy import Policy
-from tlt.run.parts import make_parts
+from tlt.run.opening import make_parts
 from tlt.store.hub import from_hub
 from tlt.types import Response
 from tlt.verify.forks import EXPLAINED_GAP, Fork, float64_target, fork_of

@@ -8,8 +8,7 @@ import pytest
 
 from tlt.config import parse_config
 from tlt.rewards import RewardError, refuse_unanswered
-from tlt.rewards.answers import Answer
-from tlt.rewards.mathematics import equal, is_mathematics
+from tlt.rewards.answers import Answer, equal, is_mathematics
 from tlt.rewards.scores import make_terms
 from tlt.types import Prompt
 

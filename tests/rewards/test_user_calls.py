@@ -12,8 +12,8 @@ import pytest
 from tlt.config import RewardConfig, RewardTerm
 from tlt.rewards import columns_of
 from tlt.rewards.answers import Answer, RewardError
-from tlt.rewards.arguments import fills
 from tlt.rewards.scores import _users
+from tlt.rewards.user_calls import fills
 from tlt.types import Prompt
 
 ROW = {"question": "Q", "answer": "42", "solution": "so 42", "extra_info": {"level": 3}, "answers": ["a column"]}
