@@ -180,15 +180,6 @@ def test_resume_starts_a_run_if_there_is_no_checkpoint(capsys: pytest.CaptureFix
         assert said in capsys.readouterr().out
 
 
-def test_train_for_scripts_prints_nothing_else(recipe: str) -> None:
-    """Progress would be shown from the first moment on."""
-    shutil.copy(Path(__file__).with_name("tiny_rewards.py"), Path(recipe).parent)
-    command = ["tlt", "train", recipe, "--train.steps", "1", "--run.overwrite", "true"]
-    done = python(f"from tlt import progress\nprogress._QUIET = 0.01\n{MAIN.format(argv=[*command, '--json'])}")
-    assert done.stderr == ""
-    assert len([json.loads(event) for event in done.stdout.splitlines()]) == 8
-
-
 def generated(capsys: pytest.CaptureFixture[str], home: Path, *options: str) -> str:
     model = str(home / "model")
     sampling = ["--rollout.max_new_tokens", "8", "--model.dtype", "float64", "--model.device", "cpu"]

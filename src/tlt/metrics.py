@@ -149,7 +149,6 @@ def summarize(
         "workers": _workers([line.get("workers", []) for line in lines]),
         "useful_share": useful_share((line.get("workers", []), line["rollout"]) for line in lines),
         "peak_memory": _largest(line.get("memory", {}) for line in lines),
-        "drafter_version": lines[-1]["rollout"]["spot"].get("version", 0),
         "compared": _compared(lines),
         "gain": gain._asdict() if gain else None,
         "energy": total_energy(lines),

@@ -29,16 +29,14 @@ class StateFacts(NamedTuple):
     useful: bool | tuple[str, str] = False
     """Whether the time in this state is useful. With two counters of the rollout, the ratio of the first to the second
     is its useful share."""
-    is_idle: bool = False
-    """whether the worker has nothing to decode in this state"""
 
 
 FACTS = {
     ROLLOUT: StateFacts("green", "decoding", useful=True),
-    AHEAD: StateFacts("cyan", "look-ahead", ("seen_ahead", "ahead_tokens"), is_idle=True),
-    SPOT: StateFacts("yellow", "drafter training", is_idle=True),
+    AHEAD: StateFacts("cyan", "look-ahead", ("seen_ahead", "ahead_tokens")),
+    SPOT: StateFacts("yellow", "drafter training"),
     UPDATE: StateFacts("blue", "update", useful=True),
-    IDLE: StateFacts("bright_black", "idle", is_idle=True),
+    IDLE: StateFacts("bright_black", "idle"),
     ABSENT: StateFacts("bright_red", "absent"),
     COMPARE: StateFacts("red", "comparison"),
 }

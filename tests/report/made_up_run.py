@@ -39,23 +39,10 @@ def line(step: int, num_workers: int = 2, **changes: Any) -> dict[str, Any]:
     }
 
 
-def completion(step: int, index: int, response: str = "so 4 <b>it</b> is") -> dict[str, Any]:
-    return {
-        **{"step": step + 1, "prompt_id": index // 4, "epoch": 0, "index": index % 4, "task": "gcd"},
-        **{"prompt": f"What is {index // 4}?", "response": response, "answer": "4"},
-        **{"reward": float(index % 3 == 0), "scores": {"exact": float(index % 3 == 0)}, "outcome": ""},
-        **{"advantage": 0.0, "length": 9 + step, "finish_reason": "stop", "proposed": f"{2 + step}e1.3a1.2s"},
-        "decoded": {"row_passes": 3, "drafted": 8, "accepted": 6},
-    }
-
-
 def make_run(folder: Path, steps: int = 8, config: dict[str, Any] | None = None, workers: int = 2) -> Path:
     folder.mkdir(parents=True)
     lines = [line(step, workers) for step in range(steps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines), encoding="utf-8")
-    completions = [completion(step, index) for step in range(steps) for index in range(8)]
-    text = "".join(json.dumps(one) + "\n" for one in completions)
-    (folder / "completions.jsonl").write_text(text, encoding="utf-8")
     recipe = {"model": {"path": "models/small"}, "train": {"steps": steps}, "run": {"folder": str(folder)}}
     (folder / "config.json").write_text(json.dumps(recipe | (config or {})), encoding="utf-8")
     (folder / "summary.json").write_text(json.dumps({"steps": steps, "policy_sha256": "ab" * 32}), encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_run import completion, make_run
+from made_up_run import make_run
 
 from tlt.report import write_report
 
@@ -31,7 +31,6 @@ setTimeout(() => {
   seen.sections = Object.fromEntries(all("section").map((one) => [one.id, one.innerText]));
   seen.links = all("nav a").map((link) => link.getAttribute("href"));
   seen.tabs = all("input, summary, .chart > svg").every((one) => one.tabIndex === 0);
-  seen.responses = all(".group pre").map((one) => one.textContent);
   use();
   document.body.textContent = "SEEN" + JSON.stringify(seen) + "NEES";
 }, 300);
@@ -48,9 +47,6 @@ function use() {
   const box = chart.getBoundingClientRect();
   chart.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clientY: box.top + 5}));
   seen.last = chart.parentElement.querySelector("output").textContent;
-  const search = find("#search"); search.value = "Step 3 · gcd · what is 1"; search.dispatchEvent(new Event("input"));
-  seen.hits = find("#hits").textContent;
-  find(".group:not([hidden]) summary").click(); seen.opened = find(".group:not([hidden])").open;
 }
 </script>
 """
@@ -75,8 +71,6 @@ def test_every_control_works(tmp_path: Path, width: int) -> None:
     assert seen["first"].startswith("step 0: tlt 4, plain decoding 6")
     assert seen["second"].startswith("step 1: ")
     assert seen["last"].startswith("step 3: ")
-    assert seen["hits"] == "1 of 8 groups"
-    assert seen["opened"]
     assert seen["tabs"]
 
 
@@ -90,7 +84,6 @@ def test_each_section_shows_its_numbers(tmp_path: Path) -> None:
         "proof": ["ab" * 32, "800 in 40 responses", "responses that differ\t0"],
         "time": ["Useful share of worker time: 65.0%.", "verify\t8 s\t5.0%", "ui.perfetto.dev"],
         "learning": ["Mean reward", "gcd", "Gradient norm", "mean@2", "99.9 % of tokens"],
-        "groups": ["Chosen from the 16 newest groups, steps 0 to 7.", "reward 0.500 · step 0 · gcd · What is 0?"],
         "drafter": ["Acceptance rate by depth: eagle", "depth 1\ndepth 2\n\nA depth counts", "Version of the drafter"],
         "energy": [
             *("processes\t80 s\t10 s", "Does speculation save energy?", "sums include the comparisons"),
@@ -109,14 +102,3 @@ def test_a_run_that_was_killed_in_its_first_step_has_a_page(tmp_path: Path) -> N
     assert seen["errors"] == []
     for said in ("The run of m has not ended a step yet.", "metrics.jsonl has 1 damaged", "summary.json is missing"):
         assert said in seen["sections"]["words"]
-
-
-def test_text_of_a_model_is_shown_as_text(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", steps=1)
-    bad = "</pre></script><img src=x onerror='seen.errors.push(1)'><b>&amp;{{content}}"
-    rows = [completion(0, index, bad) | {"task": bad, "scores": {bad: float("nan")}} for index in range(8)]
-    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    seen = seen_in(write_report(folder))
-    assert (seen["errors"], seen["fetched"]) == ([], 0)
-    assert seen["responses"].count(bad) == 8
-    assert bad in seen["sections"]["groups"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +12,7 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 from rich.live import Live
-from tiny import tiny_config, train
+from tiny import tiny_config
 
 from tlt.commands import draft
 from tlt.gain import gain_of
@@ -22,7 +20,7 @@ from tlt.loop import StepResult
 from tlt.metrics import read_metrics
 from tlt.run import display as display_module
 from tlt.run import train as run
-from tlt.run.display import Display, JsonLines, closing
+from tlt.run.display import Display, closing
 from tlt.trace import AHEAD, IDLE, ROLLOUT
 from tlt.types import StepMetrics, WorkerNow
 
@@ -182,8 +180,6 @@ SUMMARY: dict[str, Any] = {
     "compared": {},
     "responses": 3840,
     "without_reward": {},
-    "workers": [{"seconds": {"SPOT": 0.0}}] * 2,
-    "peak_memory": {},
     "exact": False,
     "exactness": "not exact: attention",
 }
@@ -219,11 +215,6 @@ def test_the_last_lines_show_failures_in_red_and_the_speed() -> None:
     one = closing(SUMMARY | {"steps": 1, "responses": 1, "without_reward": {"error": 1}}, "runs/x")
     assert one[0].plain.startswith("1 step: mean reward")
     assert one[1].plain.startswith("100.0% of 1 response had no reward")
-    alone = {"driver": {"resident": 2048.4, "cuda": 100.0}}
-    three = {"driver": {"resident": 9.0}, "worker 0": {"resident": 7.0}, "worker 1": {"resident": 8.0}}
-    peaks = [closing(SUMMARY | {"peak_memory": peak}, "")[1].plain for peak in (alone, three)]
-    assert peaks[0] == "peak memory: 2,048 MiB and 100 MiB on CUDA"
-    assert peaks[1] == "peak memory: main process 9 MiB, largest worker process 8 MiB"
     failures = {"without_reward": {"timeout": 10, "error": 2}}
     failed = closing(SUMMARY | failures, "runs/x")
     assert failed[1].plain == "0.3% of 3,840 responses had no reward (10 timeout, 2 error): see the errors above"
@@ -249,37 +240,3 @@ def test_a_run_whose_drafts_gained_little_gets_advice(
     found = gain(*times, passes=passes, accepted=accepted)
     lines = closing(SUMMARY | {"gain": found, "compared": {"differ": 0}}, "runs/x")
     assert any("tlt draft train" in line.plain for line in lines) == advised
-
-
-def test_the_last_lines_show_the_result_of_drafter_training() -> None:
-    workers = [{"seconds": {"SPOT": 1.25}}, {"seconds": {"SPOT": 2.5}}]
-    for version, said in ((3, "version 3 is in use"), (0, "the first drafter is still in use")):
-        lines = closing(SUMMARY | {"workers": workers, "drafter_version": version}, "runs/x")
-        assert lines[1].plain == f"the drafter was trained for 3.8 worker seconds; {said}"
-    hardly = [{"seconds": {"SPOT": 0.02}}] * 2
-    assert "the drafter was trained" not in str(closing(SUMMARY | {"workers": hardly}, "runs/x"))
-
-
-# -- the view for scripts ----------------------------------------------------------------------------------------------
-
-
-def test_json_has_an_object_for_each_event_and_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    view, config = JsonLines(sys.stdout), tiny_config(tmp_path)
-    view.end(train(config, display=view), config.run.folder)
-    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    steps = [event for event in found if event["event"] == "step"]
-    assert steps == [{"event": "step"} | line for line in read_metrics(tmp_path / "run")]
-    assert [event["event"] for event in found][-3:] == ["step", "step", "end"]
-    assert {event["event"] for event in found[:-3]} == {"note"}
-    assert f"writes to {tmp_path / 'run'}" in found[0]["text"]
-    assert found[-1]["folder"] == str(tmp_path / "run")
-    assert len(found[-1]["policy_sha256"]) == 64
-
-
-def test_an_evaluation_is_an_event(capsys: pytest.CaptureFixture[str]) -> None:
-    view = JsonLines(sys.stdout)
-    view.evaluation(3, {"mean@2": 0.5, "length_mean": 9.0})
-    view.end(SUMMARY, "runs/x")
-    first, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert first == {"event": "evaluation", "step": 3, "mean@2": 0.5, "length_mean": 9.0}
-    assert (last["event"], last["folder"], last["steps"]) == ("end", "runs/x", 4)

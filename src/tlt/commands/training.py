@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from tlt.commands.options import RECIPE
 from tlt.config import ConfigError, load_config
-from tlt.progress import loading, shown
+from tlt.progress import loading
 from tlt.run.folder import RunFolder, has_checkpoints
 from tlt.run.mistakes import refuse_mistakes
 from tlt.run.trackers import makers_of
@@ -44,7 +43,6 @@ def add_train(train: argparse.ArgumentParser) -> None:
     train.add_argument(
         "--check", action="store_true", help="check paths, columns, template, reward and memory, and train nothing"
     )
-    train.add_argument("--json", action="store_true", help="print one JSON object per line for each event and step")
     train.set_defaults(command=_train)
 
 
@@ -68,20 +66,19 @@ def _train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     starts_anew = arguments.resume and not resume
     if starts_anew:  # the folder has no checkpoint to lose
         config = load_config(arguments.recipe, [*overrides, "--run.overwrite", "true"])
-    with shown(not arguments.json):
-        makers_of(config)  # raises if a tracker cannot be used
-        with RunFolder(config.run, resume):
-            config = config if resume else from_hub(config)  # a resumed run loads the commit in its checkpoint
-            refuse_mistakes(config)
-        with loading():
-            from tlt.run.display import Display, JsonLines
-            from tlt.run.train import check, train
-        view = JsonLines(sys.stdout) if arguments.json else Display()
-        if arguments.check:
-            check(config, view)
-            return 0
-        if starts_anew:
-            view.note(f"there is no checkpoint in {config.run.folder}: starting a new run")
-        summary = train(config, resume, view, force=arguments.force)
+    makers_of(config)  # raises if a tracker cannot be used
+    with RunFolder(config.run, resume):
+        config = config if resume else from_hub(config)  # a resumed run loads the commit in its checkpoint
+        refuse_mistakes(config)
+    with loading():
+        from tlt.run.display import Display
+        from tlt.run.train import check, train
+    view = Display()
+    if arguments.check:
+        check(config, view)
+        return 0
+    if starts_anew:
+        view.note(f"there is no checkpoint in {config.run.folder}: starting a new run")
+    summary = train(config, resume, view, force=arguments.force)
     view.end(summary, config.run.folder)
     return 0

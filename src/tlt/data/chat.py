@@ -16,7 +16,6 @@ from tlt.files import parse_json
 log = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -100,7 +99,6 @@ class ChatTemplate:
         messages."""
         shape = tuple((turn["role"], *sorted(key for key, value in turn.items() if value)) for turn in turns)
         if shape not in self._tried:
-            self._refuse_unknown_roles(turns)
             self._refuse_dropped(turns)
             self._tried.add(shape)
         return self._to_continue(turns) if turns[-1]["role"] == "assistant" else self.apply(turns)
@@ -148,13 +146,6 @@ class ChatTemplate:
                 f"the chat template does not read {name} of data.chat_arguments, but {', '.join(sorted(read))}: "
                 "correct or remove it"
             )
-
-    def _refuse_unknown_roles(self, turns: Messages) -> None:
-        """Raise DataError for a role that is neither in `ROLES` nor named in the template."""
-        for turn in turns:
-            if turn["role"] not in ROLES and turn["role"] not in str(self.tokenizer.chat_template):
-                known = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
-                raise DataError(f"the chat template does not know the role {turn['role']!r}: use {known}")
 
     def _refuse_dropped(self, turns: Messages) -> None:
         """Raise DataError if the template leaves out the content, the tool calls or the tools of a message. It may

@@ -122,40 +122,6 @@ function bar(seconds) {
     table([], parts.map(numbers).map(([name, ...rest]) => [[key(colour(name)), name], ...rest]))];
 }
 
-// -- responses
-
-function facts({ reward, outcome, scores, length, finish_reason }) {
-  const terms = Object.entries(scores || {}).map(([name, score]) => ` · ${name} ${format(score)}`);
-  const first = reward == null ? outcome || "no reward" : el("b", {}, format(reward));
-  return el("p", {}, first, terms, ` · ${format(length)} tokens · ${finish_reason}`);
-}
-
-function group({ reward, step, task, prompt, answer, responses, left }) {
-  const title = [el("b", {}, reward == null ? "no reward" : "reward " + reward.toFixed(3)), ` · step ${step}`, task && " · " + task,
-    " · " + (prompt.length > 90 ? prompt.slice(0, 90) + " […]" : prompt)];
-  return el("details", { class: "group" }, el("summary", {}, title), el("pre", {}, prompt),
-    answer != null && el("p", {}, "answer: ", el("code", {}, answer)),
-    responses.map((row) => [facts(row), el("pre", {}, row.response)]),
-    left > 0 && el("p", {}, `${left} more responses are in the file.`));
-}
-
-function groups({ num_groups, first_step, last_step, best, worst }) {
-  if (!num_groups) return [];
-  const side = (name, found) => el("div", {}, el("h3", {}, name), found.map(group));
-  return [note(`Chosen from the ${format(num_groups)} newest groups, steps ${first_step} to ${last_step}.`),
-    el("div", { class: "cols" }, side("Best", best), side("Worst", worst))];
-}
-
-function search() {
-  const input = el("input", { type: "search", id: "search" }), hits = el("output", { id: "hits" });
-  input.addEventListener("input", () => {
-    const wanted = input.value.toLowerCase(), all = [...document.querySelectorAll(".group")];
-    for (const one of all) one.hidden = !one.textContent.toLowerCase().includes(wanted);
-    hits.textContent = wanted ? `${all.filter((one) => !one.hidden).length} of ${all.length} groups` : "";
-  });
-  return el("p", {}, el("label", {}, "Search prompts and responses ", input), " ", hits);
-}
-
 // -- the sections
 
 const UNMEASURED = ["Not measured: set ", el("code", {}, "run.compare_every"), " to decode some steps by plain decoding too."];
@@ -217,7 +183,6 @@ const SECTIONS = {
     curve("Entropy", "nats", [["entropy", "update/entropy"]]),
     curve("Divergence from the first model", "nats", [["KL", "update/kl"]]),
     curve("Mismatch between trainer and rollout", "nats", [["mean", "update/mismatch_mean"], ["99.9 % of tokens", "update/mismatch_p999"]])]],
-  groups: ["Best and worst groups", run.groups.num_groups ? [search(), ...groups(run.groups)] : []],
   drafter: ["The drafter", [
     ...[...new Set(matching(/^rollout\/by_depth\/(.*)\/\d+$/).map(([drafter]) => drafter))].map((drafter) =>
       curve("Acceptance rate by depth: " + drafter, "",

@@ -14,9 +14,7 @@ from typing import Any
 from tlt.files import parse_json, read_json
 from tlt.metrics import LAST_EVALUATION, leaves
 
-FILES = ("metrics.jsonl", "summary.json", "config.json", "completions.jsonl")
-
-_TAIL_COMPLETIONS = 12 * 2**20  # number of bytes that are read from the end of each file of completions
+FILES = ("metrics.jsonl", "summary.json", "config.json")
 
 
 @dataclass
@@ -29,7 +27,6 @@ class RunData:
     steps: list[dict[str, Any]] = field(default_factory=list)
     last_evaluation: dict[str, Any] = field(default_factory=dict)
     """evaluation after the last step: `step` (the number of steps) and `eval`"""
-    completions: list[dict[str, Any]] = field(default_factory=list)
     states: Counter[str] = field(default_factory=Counter)
     """state of a worker -> seconds in it, summed over all workers and steps"""
     useful_seconds: float = 0.0
@@ -69,7 +66,6 @@ def read_run(folder: Path) -> RunData:
     run = RunData(folder)
     run.config, run.summary = _object(run, "config.json"), _object(run, "summary.json")
     _read_metrics(run)
-    run.completions = _completions(run)
     return run
 
 
@@ -93,17 +89,14 @@ def _object(run: RunData, name: str) -> dict[str, Any]:
     return found
 
 
-def _lines(run: RunData, name: str, size: int = 2**63) -> Iterator[dict[str, Any]]:
-    """Yield the JSON object of each line in the last `size` bytes of a file. A line that cannot be parsed, such as the
-    incomplete last line of a killed run, is skipped and reported in `run.faults`."""
+def _lines(run: RunData, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON object of each line of a file. A line that cannot be parsed, such as the incomplete last line of a
+    killed run, is skipped and reported in `run.faults`."""
     path, damaged = run.folder / name, 0
     if not path.is_file():
         run.faults.append(f"{name} is missing.")
         return
     with _reading(run, name), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - size))
-        if file.tell():
-            file.readline()  # skip the rest of a line that begins before these bytes
         for line in file:
             try:
                 yield parse_json(line)
@@ -130,9 +123,3 @@ def _read_metrics(run: RunData) -> None:
         run.steps.append(line)
     if not run.steps:
         run.faults.append("No step has ended yet.")
-
-
-def _completions(run: RunData) -> list[dict[str, Any]]:
-    older = ["completions.old.jsonl"] * (run.folder / "completions.old.jsonl").is_file()
-    names = [*older, "completions.jsonl"]
-    return [row for name in names for row in _lines(run, name, _TAIL_COMPLETIONS)]

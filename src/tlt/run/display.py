@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -22,7 +20,7 @@ from tlt.config import Config
 from tlt.gain import NO_GAIN, Gain, gained_little, same_tokens, verdict, why_they_differ
 from tlt.loop import StepResult, Watcher
 from tlt.progress import Work, working
-from tlt.trace import FACTS, ROLLOUT, SPOT
+from tlt.trace import FACTS, ROLLOUT
 from tlt.types import Response, StepMetrics, WorkerNow
 from tlt.wording import counted
 
@@ -187,31 +185,6 @@ class Display(Watcher):
         )
 
 
-class JsonLines(Display):
-    """Output as one JSON object per line. The field `event` is `note`, `step`, `evaluation` or `end`."""
-
-    def __init__(self, out: TextIO) -> None:
-        super().__init__(Console(quiet=True, force_terminal=False))
-        self._out = out
-
-    def note(self, text: str) -> None:
-        self._write("note", {"text": text})
-
-    def step(self, result: StepResult) -> None:
-        """Write the metrics of a step, the same as in metrics.jsonl."""
-        self._write("step", asdict(result.metrics))
-
-    def evaluation(self, step: int, found: dict[str, float]) -> None:
-        self._write("evaluation", {"step": step, **found})
-
-    def end(self, summary: dict[str, Any], folder: str) -> None:
-        """Write the summary of the run, the same as in summary.json."""
-        self._write("end", {"folder": folder, **summary})
-
-    def _write(self, event: str, facts: dict[str, Any]) -> None:
-        print(json.dumps({"event": event, **facts}), file=self._out, flush=True)
-
-
 def held_out_line(found: dict[str, float]) -> str:
     """Return text with the metrics of an evaluation."""
     shares = [f"{name} {value:.3f}" for name, value in found.items() if "@" in name]
@@ -270,32 +243,13 @@ def closing(summary: dict[str, Any], folder: str) -> list[Text]:
             lines.append(Text(why_they_differ(summary)))
         if gained_little(gain):
             lines.append(Text(NO_GAIN))
-    trained = sum(worker["seconds"][SPOT] for worker in summary["workers"])
-    if trained >= 0.05:  # less is shown as 0.0
-        last = summary["drafter_version"]
-        better = f"version {last:.0f} is in use" if last else "the first drafter is still in use"
-        lines.append(Text(f"the drafter was trained for {trained:.1f} worker seconds; {better}"))
     if missing:
         share = sum(missing.values()) / summary["responses"]
         named = ", ".join(f"{count:,} {outcome}" for outcome, count in missing.items())
         responses = counted(summary["responses"], "response")
         line = f"{share:.1%} of {responses} had no reward ({named}): see the errors above"
         lines.append(Text(line, "bold red"))
-    if peaks := summary["peak_memory"]:
-        lines.append(Text(_memory(**peaks)))
     return [*lines, Text(f"all files are in {folder}: summary.json, metrics.jsonl, completions, checkpoints")]
-
-
-def _memory(driver: dict[str, float], **workers: dict[str, float]) -> str:
-    """Return a line with the peak memory of the main process, and of the worker process with the highest peak."""
-    if not workers:
-        return f"peak memory: {_mib(driver)}"
-    largest = max(workers.values(), key=lambda peak: peak["resident"])
-    return f"peak memory: main process {_mib(driver)}, largest worker process {_mib(largest)}"
-
-
-def _mib(peak: dict[str, float]) -> str:
-    return f"{peak['resident']:,.0f} MiB" + (f" and {peak['cuda']:,.0f} MiB on CUDA" if "cuda" in peak else "")
 
 
 def _first_and_last(summary: dict[str, Any]) -> str:
