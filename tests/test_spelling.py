@@ -54,11 +54,7 @@ def with_specials(words: Tokenizer) -> Any:
 def first_stop(stops: Stops, tokens: list[int], strings: tuple[str, ...]) -> int | None:
     """Return the number of tokens of a response when it stops."""
     row = Row(Request(Prompt(0, "", (0,)), 0, 0, 0, SamplingParams(max_new_tokens=10**9, stop_strings=strings)))
-    for token in tokens:
-        row.tokens.append(token)
-        if stops.reason(row):
-            return len(row.tokens)
-    return None
+    return len(row.tokens) if stops.append(row, tokens) else None
 
 
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])

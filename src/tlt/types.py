@@ -99,14 +99,12 @@ class PassCounts:
     seen_ahead: int = 0
     """accepted draft tokens that came from look-ahead"""
 
-    def count(self, drafted: int, accepted: int, committed: int, ahead: bool) -> None:
-        """Count one target pass over a row. `committed` includes the target's own token. `ahead` says that the draft
-        came from look-ahead."""
-        self.row_passes += 1
-        if drafted or accepted:
-            self.draft_passes += 1
-            self.drafted += drafted
-            self.accepted += accepted
+    def count_draft(self, drafted: int, accepted: int, committed: int, ahead: bool) -> None:
+        """Count the draft of a target pass over a row, apart from the pass itself. `committed` includes the target's
+        own token. `ahead` says that the draft came from look-ahead."""
+        self.draft_passes += 1
+        self.drafted += drafted
+        self.accepted += accepted
         if ahead:
             self.ahead_passes += 1
             self.ahead_committed += committed

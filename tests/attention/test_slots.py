@@ -150,7 +150,8 @@ def test_tokens_of_a_draft_in_a_ring_with_a_window(data: st.DataObject) -> None:
                     passes[0][layer].key[b, 0], passes[0][layer].value[b, 0] = keys[m], values[m]
         written = entries, fresh
     where = Entries(*np.array(entries).T)
-    plan = both.slots.plan_draft([end + 1 for end in ends], starts, None if caught_up else where)
+    ends_of, starts_of = np.array(ends) + 1, np.array(starts)
+    plan = both.slots.plan_draft(ends_of, starts_of, None if caught_up else where)
     both.check(plan, 0, passes, starts, ends, written)
     for _ in range(AHEAD):
         plan = both.slots.deeper(plan)

@@ -37,7 +37,7 @@ def chain(look: LookAhead, most: int = 64) -> list[int]:
 
 def commit_each(look: LookAhead, tokens: Iterable[int]) -> None:
     for token in tokens:
-        look.commit(0, [token])
+        look.commit([[token]])
 
 
 def held(line: list[tuple[int, int, int]]) -> int:
@@ -70,19 +70,19 @@ def test_an_accepted_chain_doubles_the_length_and_a_rejection_halves_it() -> Non
     old = list(range(1, 500))
     look = looking(ahead(7, old))
     assert chain(look) == old[:64], "as long as a draft may be"
-    look.commit(0, [*old[:10], 999])
+    look.commit([[*old[:10], 999]])
     assert chain(look) == [], "it has parted"
-    look.commit(0, [old[11]])
+    look.commit([[old[11]]])
     assert chain(look) == old[12:16], "one token was another: it is found again, and has to earn its width"
-    look.commit(0, old[12:17])  # all of it, and the bonus token
+    look.commit([old[12:17]])  # all of it, and the bonus token
     assert chain(look) == old[17 : 17 + 8]
-    look.commit(0, old[17:26])
+    look.commit([old[17:26]])
     assert chain(look) == old[26 : 26 + 16]
-    look.commit(0, [*old[26:30], 999])
-    look.commit(0, [999])
+    look.commit([[*old[26:30], 999]])
+    look.commit([[999]])
     assert chain(look) == [], "nothing is as it was there"
-    look.commit(0, [999])
-    look.commit(0, [old[33]])
+    look.commit([[999]])
+    look.commit([[old[33]]])
     assert chain(look) == old[34:38]
 
 
@@ -162,9 +162,9 @@ def test_the_rest_of_a_draft_is_kept_behind_the_tokens_of_a_newer_target(
 
 def test_nothing_is_proposed_at_the_end_of_the_old_response() -> None:
     look = looking(ahead(7, [1, 2, 3]))
-    look.commit(0, [1, 2])
+    look.commit([[1, 2]])
     assert chain(look) == [3]
-    look.commit(0, [3, 4])
+    look.commit([[3, 4]])
     commit_each(look, (1, 2, 3, 1, 2, 3))
     assert chain(look) == []
 
@@ -176,7 +176,7 @@ def test_rows_that_leave_are_tracked() -> None:
     for seed in (1, 2, 3):
         look.append(Row(request(seed, prompt=seed)), 0)
     look.remove(0, 2)
-    look.commit(0, [3])
+    look.commit([[3], []])
     assert look.propose([1, 1]) == [[4], [2]]
     look.remove(1, 1)
     assert look.offers() == [1]

@@ -209,7 +209,7 @@ def test_a_probability_is_estimated_from_draft_tokens_that_were_reached() -> Non
     known = Calibration()
     first, second = cell(1.0, 0.0), cell(1.0, 0.0, depth=1)
     for turn in range(2000):
-        known.observe([first, second], 0 if turn % 4 == 0 else 1)
+        known.observe([([first, second], 0 if turn % 4 == 0 else 1)])
     known.next_round()
     assert known.table[first] == pytest.approx(0.75, abs=0.02)
     assert known.table[second] < 0.02
@@ -225,7 +225,7 @@ def test_a_probability_is_estimated_from_draft_tokens_that_were_reached() -> Non
 def test_a_rate_is_estimated_from_the_last_rounds(turns: list[int], low: float, high: float) -> None:
     known, where = Calibration(), cell(1.0, 0.0, kind=3)
     for accepted in turns:
-        known.observe([where], accepted)
+        known.observe([([where], accepted)])
         known.next_round()
     assert low < known.table[where] < high
 
@@ -243,7 +243,7 @@ def test_draft_tokens_that_are_never_accepted_are_no_longer_verified() -> None:
     assert drafts_of(drafter, [row], strategy, known)[0].tokens
     for _ in range(100):
         (draft,) = drafts_of(drafter, [row], strategy, known)
-        known.observe(draft.cells, 0)
+        known.observe([(draft.cells, 0)])
         known.next_round()
     assert drafts_of(drafter, [row], strategy, known) == [Draft([], [])]
     known.renew()  # its successor may be right
@@ -254,8 +254,8 @@ def test_counts_of_a_drafter_weigh_two_tokens_for_its_successor() -> None:
     """The drafter had 25 of 100 tokens accepted, so its successor begins with half a token of two."""
     known, where, rare = Calibration(), cell(1.0, 0.0), cell(9.0, 0.0)
     for turn in range(100):
-        known.observe([where], turn % 4 == 0)
-    known.observe([rare], 1)
+        known.observe([([where], turn % 4 == 0)])
+    known.observe([([rare], 1)])
     known.renew()
     assert (known.seen[where], known.agreed[where]) == (2.0, 0.5)
     assert (known.seen[rare], known.agreed[rare]) == (1.0, 1.0)

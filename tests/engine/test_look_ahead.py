@@ -266,8 +266,8 @@ def test_look_ahead_rows_are_preempted_by_a_full_cache(monkeypatch: pytest.Monke
     for _ in range(2):
         made.round()
     assert [row.ahead for row in made.rows] == [False, True]
-    answers = iter([False, True, True])
-    monkeypatch.setattr(made.rollout.scheduler, "has_room", lambda nodes: next(answers))
+    answers, reserve = iter([False]), made.rollout.scheduler.reserve
+    monkeypatch.setattr(made.rollout.scheduler, "reserve", lambda new: next(answers, True) and reserve(new))
     assert made.make_room(AHEAD)
     assert [row.ahead for row in made.rows] == [False]
     assert made.stats.preemptions == 0

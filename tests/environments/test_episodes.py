@@ -251,8 +251,7 @@ def test_a_stop_string_begins_in_the_turn_that_it_ends() -> None:
     request = replace(REQUESTS[0], sampling=SamplingParams(stop_strings=("ab", "c")))
     row = Row(request, list(b"xabca"), replies=[Reply(1, 5, "abca")])
     for letter, reason in ((b"b", None), (b"a", None), (b"b", "stop")):
-        row.tokens += letter
-        assert stops.reason(row) == reason
+        assert stops.append(row, letter) == reason
 
 
 class Says:

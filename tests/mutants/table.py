@@ -29,9 +29,9 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("RowTable.remove", "drop", 3, "The last row takes the place of a row that leaves."),
     ],
     ("engine.stops", "engine/test_engine.py"): [
-        ("Stops.append", "drop", 4, "Nothing follows a stop token within a round."),
-        ("Stops.reason", "compare", 1, "A response has at most max_new_tokens tokens."),
-        ("Stops.reason", "compare", 0, "A response ends at a stop token."),
+        ("Stops.append", "never", 0, "Nothing follows a stop token within a round."),
+        ("Stops.append", "compare", 1, "A response has at most max_new_tokens tokens."),
+        ("Stops.append", "compare", 0, "A response ends at a stop token."),
     ],
     ("engine.stops", "test_spelling.py"): [
         ("Stops._ends_in_stop_string", "opposite", 0, "One stop string is enough to end a response."),
@@ -53,9 +53,9 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ],
     ("engine.scheduler", "engine/test_scheduler.py"): [
         ("Scheduler.admit", "opposite", 4, "Admission counts the longest row."),
-        ("Scheduler.admit", "drop", 14, "Admission stops at the cache's bound."),
-        ("Scheduler.admit", "operand", 23, "Rows have room to grow when a row is admitted."),
-        ("Scheduler.admit", "operand", 14, "The number of rows never exceeds max_rows."),
+        ("Scheduler.admit", "drop", 15, "Admission stops at the cache's bound."),
+        ("Scheduler.admit", "operand", 30, "Rows have room to grow when a row is admitted."),
+        ("Scheduler.admit", "operand", 17, "The number of rows never exceeds max_rows."),
         ("Scheduler.submit", "drop", 2, "A request that can never run is refused at once."),
     ],
     ("engine.rows", "engine/test_scheduler.py"): [
@@ -89,7 +89,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_sample", "never", 0, "A greedy token has probability 1."),
     ],
     ("engine.committing", "engine/test_planted_bugs.py"): [
-        ("commit_tokens", "operand", 3, "All accepted tokens are committed."),
+        ("commit_tokens", "operand", 1, "All accepted tokens are committed."),
     ],
     ("engine.committing", "engine/test_rows.py"): [
         ("verify_drafts", "drop", 3, "A draft that leads to values that are not finite changes no token."),
@@ -99,10 +99,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Engine._commit", "never", 0, "A look-ahead row is no response of this step."),
     ],
     ("engine.committing", "engine/test_look_ahead.py"): [
-        ("commit_tokens", "operand", 1, "Look-ahead tokens do not count as a drafter's."),
+        ("commit_rows", "operand", 1, "Look-ahead tokens do not count as a drafter's."),
     ],
     ("engine.drafts", "engine/test_look_ahead.py"): [
-        ("look_ahead_offers", "argument", 10, "A look-ahead draft ends where the response must end."),
+        ("look_ahead_offers", "argument", 11, "A look-ahead draft ends where the response must end."),
     ],
     ("engine.harvest", "engine/test_look_ahead.py"): [
         ("Harvester.collect", "operand", 4, "Look-ahead rows are no training data."),

@@ -9,7 +9,7 @@ import torch
 
 from tlt.draft.chains import Draft
 from tlt.engine.committing import num_accepted
-from tlt.engine.state import count_depth
+from tlt.engine.state import count_depths
 from tlt.rl.measure import NotFinite, acceptance_by_depth, refuse_weights
 from tlt.rl.parallel import Alone
 from tlt.types import RolloutStats
@@ -20,7 +20,7 @@ def test_acceptance_by_depth_of_four_drafts() -> None:
     stats = RolloutStats()
     for length, sampled in ((3, [1, 2, 3, 9]), (3, [1, 9, 9, 9]), (3, [9, 9, 9, 9]), (1, [1, 9])):
         draft = Draft(range(1, length + 1))
-        count_depth(stats, "eagle", draft, num_accepted(draft, sampled))
+        count_depths(stats, "eagle", [(draft, num_accepted(draft, sampled))])
     assert stats.accepted_to == {"eagle 3": 1, "eagle 1": 2, "eagle 0": 1}
     assert acceptance_by_depth(stats.verified_to, stats.accepted_to) == {"eagle": {"1": 3 / 4, "2": 1 / 2, "3": 1.0}}
 

@@ -123,21 +123,21 @@ class SlotAttention(SlotMemory):
         positions = committed + torch.arange(new, device=committed.device)
         return SlotPlan(first, 0, new, self._both(places), spans, biases, {}, None, positions)
 
-    def plan_draft(self, lengths: Sequence[int], starts: Sequence[int], written: Entries | None) -> SlotPlan:
+    def plan_draft(self, lengths: np.ndarray, starts: np.ndarray, written: Entries | None) -> SlotPlan:
         """Return the plan of the first pass of a draft, over slots [0, B). `attend` needs it.
 
         Each row has one query: its last committed entry, `lengths[b] - 1`. It attends to entries [starts[b],
         lengths[b]). `written` lists the entries whose keys and values the pass writes (None: only the last entry of
         each row)."""
-        rows, size, longest = len(lengths), self.tokens, max(lengths)
+        rows, size, longest = len(lengths), self.tokens, int(lengths.max())
         heads = self._heads(0, rows)
-        wraps = any((length - 1) % size + MAX_DRAFT_TOKENS >= size for length in lengths)
-        ahead = _Ahead(np.array(lengths) - 1, np.array(starts), wraps, None)
+        wraps = bool(((lengths - 1) % size + MAX_DRAFT_TOKENS >= size).any())
+        ahead = _Ahead(lengths - 1, starts, wraps, None)
         if written is None:
             places = heads + self._indices(ahead.ends, 0, 1)[..., None]
         else:
             places = heads[written.rows, 0] + (written.positions % size)[:, None]
-        if min(lengths) < longest or max(starts) > 0:
+        if lengths.min() < longest or starts.max() > 0:
             ahead = ahead._replace(seen=self.bias(self.beyond(self._tensor(ahead.ends), self._tensor(ahead.starts)), 1))
         span = RowSpan(0, rows, min(size, longest))
         bias = None if ahead.seen is None else ahead.seen[..., : span.tokens]

@@ -219,9 +219,11 @@ class LookAhead:
         self._pointers[place] = self._pointers[last]
         self._pointers.pop()
 
-    def commit(self, place: int, tokens: Sequence[int]) -> None:
-        if pointer := self._pointers[place]:
-            pointer.advance(tokens)
+    def commit(self, news: Sequence[Sequence[int]]) -> None:
+        """Advance all rows by their new tokens."""
+        for pointer, tokens in zip(self._pointers, news, strict=True):
+            if pointer:
+                pointer.advance(tokens)
 
     def offers(self) -> list[int]:
         """Return for each row the number of tokens that its old response can propose in this round."""

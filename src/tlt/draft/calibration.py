@@ -8,7 +8,7 @@ counts per cell: (class of draft token, depth, lead).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -47,12 +47,13 @@ class Calibration:
         cell = np.searchsorted(_EDGES, lead) + min(depth, _DEPTHS - 1) * _LEADS
         return cell if classes is None else cell + classes * (_DEPTHS * _LEADS)
 
-    def observe(self, cells: Sequence[int], accepted: int) -> None:
-        """Count a verified draft. `cells` are those of its tokens, of which the first `accepted` were accepted. Tokens
-        after the first rejected one do not count."""
-        for place, cell in enumerate(cells[: accepted + 1]):
-            self.seen[cell] += 1.0
-            self.agreed[cell] += place < accepted
+    def observe(self, verified: Collection[tuple[Sequence[int], int]]) -> None:
+        """Count verified drafts: the cells of each draft's tokens, and the number of accepted ones. Tokens after the
+        first rejected one do not count."""
+        agreed = [cell for cells, accepted in verified for cell in cells[:accepted]]
+        rejected = [cells[accepted] for cells, accepted in verified if accepted < len(cells)]
+        self.agreed += np.bincount(np.array(agreed, dtype=int), minlength=len(self.agreed))
+        self.seen += np.bincount(np.array(agreed + rejected, dtype=int), minlength=len(self.seen))
 
     def acceptance_rates(self, depth: int) -> list[float | None]:
         """Return, for each of the first `depth` depths (at most 8), the share of draft tokens that were accepted. Only

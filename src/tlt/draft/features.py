@@ -83,7 +83,7 @@ class FeatureWindow:
         self.capacity = layout.window + _SLACK
         self._features = torch.zeros(0, self.capacity, layout.width(hidden_size), dtype=dtype, device=device)
         self._tokens = torch.zeros(0, self.capacity, dtype=torch.long, device=device)
-        self._blocks: list[tuple[list[int], Tensor, Sequence[int]]] = []  # places, features, next tokens
+        self._blocks: list[tuple[np.ndarray, Tensor, np.ndarray]] = []  # places, features, next tokens
         self.live = 0
         self.first: list[int] = []  # oldest entry of each active row, then of each free place
         self.length: list[int] = []
@@ -151,15 +151,19 @@ class FeatureWindow:
         self.write([row] * count, positions, saved.features.to(self.device), saved.next_tokens.tolist())
 
     def write(
-        self, rows: Sequence[int], positions: Sequence[int], features: Tensor, next_tokens: Sequence[int]
+        self,
+        rows: Sequence[int] | np.ndarray,
+        positions: Sequence[int] | np.ndarray,
+        features: Tensor,
+        next_tokens: Sequence[int] | np.ndarray,
     ) -> None:
         """Write entry `positions[m]` of row `rows[m]`, with positions ascending within a row. `features` [M, F] are the
         hidden states, which must not be changed afterwards. `next_tokens[m]` is the token after the entry."""
-        places: list[int] = []
-        for row, position in zip(rows, positions, strict=True):
-            places.append(row * self.capacity + position % self.capacity)
-            self.length[row] = position + 1
-        self._blocks.append((places, features, next_tokens))
+        row_of, position_of = np.array(rows), np.array(positions)
+        for row, end in zip(row_of.tolist(), (position_of + 1).tolist(), strict=True):
+            self.length[row] = end
+        places = row_of * self.capacity + position_of % self.capacity
+        self._blocks.append((places, features, np.array(next_tokens)))
         if len(self._blocks) >= _LAZY:
             self._flush()
 
@@ -170,15 +174,15 @@ class FeatureWindow:
         blocks, self._blocks = self._blocks, []
         if len(blocks) == 1:
             return self._put(*blocks[0])
-        places, next_tokens = [m for block in blocks for m in block[0]], [m for block in blocks for m in block[2]]
-        if len(set(places)) == len(places):
-            self._put(places, torch.cat([block[1] for block in blocks]), next_tokens)
+        places, features, next_tokens = zip(*blocks, strict=True)
+        if len(np.unique(every := np.concatenate(places))) == len(every):
+            self._put(every, torch.cat(features), np.concatenate(next_tokens))
         else:  # a row wrapped around its ring: the later entry must win
             for block in blocks:
                 self._put(*block)
 
-    def _put(self, places: Sequence[int], features: Tensor, next_tokens: Sequence[int]) -> None:
-        where, tokens = to_device(self.device, np.array(places), np.array(next_tokens))
+    def _put(self, places: np.ndarray, features: Tensor, next_tokens: np.ndarray) -> None:
+        where, tokens = to_device(self.device, places, next_tokens)
         self._features.flatten(0, 1).index_copy_(0, where, features)
         self._tokens.view(-1).index_copy_(0, where, tokens)
 
@@ -198,7 +202,8 @@ class FeatureWindow:
 
 
 class FeatureView:
-    """View of a `FeatureWindow` for drafters. Lists are copies. Tensors are shared: drafters must not write to them."""
+    """View of a `FeatureWindow` for drafters. Arrays are copies. Tensors are shared: drafters must not write to
+    them."""
 
     def __init__(self, window: FeatureWindow) -> None:
         self._window = window
@@ -215,13 +220,13 @@ class FeatureView:
         return self._window.tokens
 
     @property
-    def starts(self) -> list[int]:
+    def starts(self) -> np.ndarray:
         """Position of the oldest entry in the window, for each active row."""
-        return [self._window.start(row) for row in range(self._window.live)]
+        return np.maximum(self._window.first[: self._window.live], self.lengths - self._window.window)
 
     @property
-    def lengths(self) -> list[int]:
-        return self._window.length[: self._window.live]
+    def lengths(self) -> np.ndarray:
+        return np.array(self._window.length[: self._window.live], dtype=np.int64)
 
 
 def _grown(ring: Tensor, used: int) -> Tensor:

@@ -41,11 +41,11 @@ class Missing(NamedTuple):
     """[M] position of each entry in its row"""
     last: np.ndarray
     """[B] index of each row's last entry among the M entries"""
-    starts: list[int]
+    starts: np.ndarray
     """[B] position of the oldest entry that each row attends to"""
-    lengths: list[int]
+    lengths: np.ndarray
     """[B] number of entries of each row, at least 1"""
-    blind: list[int]
+    blind: np.ndarray
     """rows without hidden states, which get no draft tokens"""
 
 
@@ -95,8 +95,8 @@ class EagleDrafter:
         missing = self._catch_up(level.alive) if level.depth == 0 else None
         self.hidden = self._first(missing) if missing else self._deeper(level)  # [B, D]
         log_q = self.fused.log_q(self.hidden, level.sampling)
-        if missing and missing.blind:
-            log_q[self._tensor(np.array(missing.blind))] = -torch.inf
+        if missing and len(missing.blind):
+            log_q[self._tensor(missing.blind)] = -torch.inf
         vocabulary = self.fused.vocabulary
         return Candidates(None if vocabulary is None else vocabulary.expand_as(log_q), log_q)
 
@@ -123,20 +123,17 @@ class EagleDrafter:
         `alive` are caught up later."""
         if len(self.ready) > self.attention.slots:  # at the first use, so that unused drafters need no memory
             self.attention.resize(max(8, 2 ** (len(self.ready) - 1).bit_length()), self.window.capacity)
-        starts, lengths = self.window.starts, self.window.lengths
-        todo: list[tuple[int, int]] = []
-        last: list[int] = []
-        for row, (start, length, wanted) in enumerate(zip(starts, lengths, alive.tolist(), strict=True)):
-            # always include the last entry, for its query; a row without entries gets an empty one
-            low = max(min(start, length - 1), min(self.ready[row], length - 1), 0) if wanted else max(length - 1, 0)
-            todo += [(row, p) for p in range(low, max(length, 1))]
-            last.append(len(todo) - 1)
-            self.ready[row] = length if wanted else min(self.ready[row], length - 1)
-        blind = [row for row, start in enumerate(starts) if start >= lengths[row]]
-        held = [max(length, 1) for length in lengths]
-        starts = [min(start, count - 1) for start, count in zip(starts, held, strict=True)]
-        rows, positions = np.array(todo).T
-        return Missing(rows, positions, np.array(last), starts, held, blind)
+        starts, lengths, ready = self.window.starts, self.window.lengths, np.array(self.ready)
+        held = np.maximum(lengths, 1)  # a row without entries gets an empty one
+        # always include the last entry, for its query
+        low = np.where(alive, np.minimum(np.maximum(starts, ready), lengths - 1), lengths - 1).clip(0)
+        self.ready = np.where(alive, lengths, np.minimum(ready, lengths - 1)).tolist()
+        counts = held - low
+        last = np.cumsum(counts) - 1
+        rows = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(len(rows)) + np.repeat(held - 1 - last, counts)
+        blind = np.flatnonzero(starts >= lengths)
+        return Missing(rows, positions, last, np.minimum(starts, held - 1), held, blind)
 
     def _first(self, missing: Missing) -> Tensor:
         """Write the missing entries to the cache. Return the layer's output [B, D] for each row's last entry."""

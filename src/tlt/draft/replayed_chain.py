@@ -63,11 +63,12 @@ class ReplayedChain:
         rows, entries = self.shape.rows, self.shape.entries
         blind = np.zeros(rows, dtype=np.int64)
         blind[missing.blind] = 1
-        ends = np.array(missing.lengths) - 1
-        columns = [(missing.rows, entries), (missing.positions, entries)]
-        columns += [(column, rows) for column in (missing.last, ends, np.array(missing.starts), blind)]
-        padded = [np.pad(column, (0, size - len(column)), constant_values=-1) for column, size in columns]
-        self.missing.copy_(to_device(self.missing.device, np.concatenate(padded))[0])
+        padded, start = np.full(len(self.missing), -1), 0
+        by_row = missing.last, missing.lengths - 1, missing.starts, blind
+        for size, column in ((entries, missing.rows), (entries, missing.positions), *((rows, one) for one in by_row)):
+            padded[start : start + len(column)] = column
+            start += size
+        self.missing.copy_(to_device(self.missing.device, padded)[0])
         tokens, scores = self.replayed(lambda: self._compute(drafter))
         return tokens[:count], scores[:count]
 

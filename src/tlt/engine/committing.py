@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from tlt.draft.chains import Draft
 from tlt.engine.drafters import Drafters
+from tlt.engine.drafts import Drafted
 from tlt.engine.runner import NewTokens, Sampled
-from tlt.engine.state import RolloutState, Round, count_depth, count_row
+from tlt.engine.state import RolloutState, Round, count_depths, count_row
 from tlt.engine.stops import Stops
-from tlt.types import Row
+from tlt.types import RolloutStats, Row
 
 
 def num_accepted(draft: Draft, sampled: Sequence[int]) -> int:
@@ -49,35 +52,65 @@ def _pass(now: Round, drafts: Sequence[Draft], rollout: RolloutState) -> Sampled
 
 def _spoiled(now: Round, sampled: Sampled) -> list[int]:
     """Return the places of rows whose values were all finite before this pass and no longer are."""
+    if all(sampled.finite):
+        return []
     return [place for place, row in enumerate(now.rows) if row.finite and not sampled.finite[place]]
 
 
 def commit_tokens(
     now: Round, drafts: Sequence[Draft], sampled: Sampled, rollout: RolloutState, drafters: Drafters, stops: Stops
-) -> list[tuple[Row, str]]:
-    """Append the accepted tokens and the bonus token to each row, up to a stop. Remove the finished rows, and return
-    them with their finish reasons."""
-    drafters.next_round()
-    entries: list[tuple[int, int, int, int]] = []  # place, index in the pass, position, the token that follows
-    news: dict[int, list[int]] = {}
-    finished: dict[int, str] = {}
-    for place, (row, draft, start) in enumerate(zip(now.rows, drafts, now.lengths, strict=True)):
-        accepted = num_accepted(draft, sampled.tokens[place]) if draft.tokens else 0
-        if draft.tokens and not draft.ahead:
-            drafters.learn(now.strategy.drafter, draft, accepted)
-            count_depth(rollout.stats, now.strategy.drafter, draft, accepted)
-        reason = stops.append(row, accepted + 1, sampled, place)
-        taken = row.kv_length - start
-        news[place] = row.tokens[-taken:]
-        if rollout.harvester:
-            entries += [(place, n, start + n, token) for n, token in enumerate(news[place])]
-        count_row(rollout.stats, row, draft, taken, min(taken, accepted), now.strategy.drafter)
-        rollout.ahead.commit(place, news[place])
-        if reason:
-            finished[place] = reason
-    drafters.commit(news)
+) -> tuple[list[list[int]], list[tuple[Row, str]]]:
+    """Commit the accepted tokens and the bonus token of each row, up to a stop. Remove the finished rows. Return the
+    new tokens of each row, and the finished rows with their finish reasons."""
+    accepted = [num_accepted(*pair) if pair[0].tokens else 0 for pair in zip(drafts, sampled.tokens, strict=True)]
+    tokens = [found[: count + 1] for found, count in zip(sampled.tokens, accepted, strict=True)]
+    drafter = now.strategy.drafter
+    news, finished = commit_rows(now.rows, drafts, accepted, tokens, drafter, rollout, drafters, stops, rollout.stats)
+    for row, new, logprobs, full in zip(now.rows, news, sampled.logprobs, sampled.full_logprobs, strict=True):
+        row.logprobs += logprobs[: len(new)]
+        row.full_logprobs += full[: len(new)]
     if rollout.harvester and sampled.features is not None:
-        rollout.harvester.write(sampled.features, entries, max(map(len, news.values())))
+        rollout.harvester.write(sampled.features, _entries(news, now.lengths), max(map(len, news)))
         rollout.harvester.collect(now.rows, finished)
     # the last places first, so that the row which takes a free place has not finished
-    return [(rollout.rows.remove(place), reason) for place, reason in reversed(finished.items())]
+    return news, [(rollout.rows.remove(place), reason) for place, reason in reversed(finished.items())]
+
+
+def commit_rows(
+    rows: Sequence[Row],
+    drafts: Sequence[Draft],
+    accepted: Sequence[int],
+    tokens: Sequence[Sequence[int]],
+    drafter: str,
+    rollout: Drafted,
+    drafters: Drafters,
+    stops: Stops,
+    stats: RolloutStats,
+) -> tuple[list[list[int]], dict[int, str]]:
+    """Append `tokens` to the rows, each up to a stop, and count them. The first `accepted` tokens of a row were in its
+    draft, which `drafter` made unless it is a look-ahead draft. Return the new tokens of each row, and the finish
+    reasons by place."""
+    drafters.next_round()
+    learned = [(draft, n) for draft, n in zip(drafts, accepted, strict=True) if draft.tokens and not draft.ahead]
+    if learned:
+        drafters.learn(drafter, learned)
+        count_depths(stats, drafter, learned)
+    news: list[list[int]] = []
+    finished: dict[int, str] = {}
+    for place, (row, draft, right, some) in enumerate(zip(rows, drafts, accepted, tokens, strict=True)):
+        before = len(row.tokens)
+        if reason := stops.append(row, some):
+            finished[place] = reason
+        news.append(row.tokens[before:])
+        count_row(stats, row, draft, len(row.tokens) - before, right, drafter)
+    rollout.ahead.commit(news)
+    drafters.commit(news)
+    return news, finished
+
+
+def _entries(news: Sequence[Sequence[int]], lengths: Sequence[int]) -> np.ndarray:
+    """Return the entries of hidden states of a round, as `Harvester.write` takes them."""
+    counts = np.array([len(new) for new in news])
+    places = np.repeat(np.arange(len(news)), counts)
+    indices = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.stack([places, indices, np.array(lengths)[places] + indices, np.concatenate(news)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -83,11 +83,11 @@ class Drafters:
         request, tokens = _copied(row)
         self._call_all(lambda drafter: drafter.open(request, tokens), "open")
 
-    def commit(self, news: Mapping[int, Sequence[int]]) -> None:
-        """Give each drafter the new tokens of a round, by the place of their row."""
+    def commit(self, news: Sequence[Sequence[int]]) -> None:
+        """Give each drafter the new tokens of each row."""
 
         def enter(drafter: Drafter) -> None:
-            for place, tokens in news.items():
+            for place, tokens in enumerate(news):
                 drafter.commit(place, tuple(tokens))
 
         self._call_all(enter, "commit")
@@ -113,10 +113,11 @@ class Drafters:
         for calibration in self.calibrations.values():
             calibration.next_round()
 
-    def learn(self, name: str, draft: Draft, accepted: int) -> None:
-        """Record that the first `accepted` tokens of the draft were accepted."""
-        self.calibrations[name].observe(draft.cells, accepted)
-        self.acceptance_rates[name].add(accepted > 0)
+    def learn(self, name: str, learned: Sequence[tuple[Draft, int]]) -> None:
+        """Record drafts of a round, with the numbers of their accepted tokens."""
+        self.calibrations[name].observe([(draft.cells, accepted) for draft, accepted in learned])
+        for _, accepted in learned:
+            self.acceptance_rates[name].add(accepted > 0)
 
     def propose(self, name: str, call: Callable[[], T]) -> T | None:
         """Return the result of `call`, in which the drafter drafts. If `call` raises, drop the drafter, set the keys

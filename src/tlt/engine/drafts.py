@@ -42,10 +42,12 @@ def draft_rows(now: Round, rollout: Drafted, drafters: Drafters) -> list[Draft]:
 
 def look_ahead_offers(rollout: Drafted) -> list[int]:
     """Return for each row the number of look-ahead tokens that it can propose in this round."""
-    rows, vocab_size = rollout.rows, rollout.target.options.vocab_size
-    longest = min(rollout.noise.width, most_new(len(rows), vocab_size)) - 1
-    offers = zip(rows, rollout.ahead.offers(), strict=True)
-    return [min(offer, longest, row.room - 1) if offer and row.finite else 0 for row, offer in offers]
+    rows, offers = rollout.rows, rollout.ahead.offers()
+    if not any(offers):
+        return offers
+    longest = min(rollout.noise.width, most_new(len(rows), rollout.target.options.vocab_size)) - 1
+    found = zip(rows, offers, strict=True)
+    return [min(offer, longest, row.room - 1) if offer and row.finite else 0 for row, offer in found]
 
 
 def _by_drafter(now: Round, rollout: Drafted, drafters: Drafters, chains: Sequence[Sequence[int]]) -> list[Draft]:

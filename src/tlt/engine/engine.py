@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
+import numpy as np
 import torch
 
 from tlt.attention.slot_memory import HeadShape
@@ -221,9 +222,8 @@ class Engine(Generates):
         with clock.phase("verify"):
             drafts, sampled = self.verify(now, drafts)
         with clock.phase("commit"):
-            responses = self._commit(now, drafts, sampled)
+            tokens, responses = self._commit(now, drafts, sampled)
             self.cache.check(self.rollout.version)
-        tokens = [row.kv_length - had for row, had in zip(now.rows, now.lengths, strict=True)]
         scored = not prefilled and not preempted and Replayed.slow_calls == slow_calls
         took, drafting = time.perf_counter() - start, clock.seconds["draft"]
         committed, proposed = zip(*map(draft_counts, now.rows, drafts, tokens), strict=True)
@@ -250,19 +250,19 @@ class Engine(Generates):
     def make_room(self, strategy: Strategy) -> bool:
         """Make room in the cache for the new tokens of a round. If needed, preempt the youngest rows. Return whether
         any were preempted."""
-        scheduler = self.rollout.scheduler
-        if full := self.busy and not scheduler.has_room(strategy.new):
+        if self.rollout.scheduler.reserve(strategy.new):
+            return False
+        if self.busy:
             self._preempt_ahead()
-        left = scheduler.make_room(strategy.new)
-        self.stats.preemptions += left
-        return full or left > 0
+        self.stats.preemptions += self.rollout.scheduler.make_room(strategy.new)
+        return True
 
     def open_round(self, strategy: Strategy) -> Round:
         rows = tuple(self.rows)
         positions = [len(row.tokens) for row in rows]
         noise, batch = self.rollout.noise, self.rollout.sampling.batch
         noise.prepare(positions, self.runner.noise_depth(strategy, noise, batch.sampling))
-        at = torch.tensor(positions, device=self.target.device)
+        at = torch.from_numpy(np.array(positions)).to(self.target.device)
         return Round(strategy, rows, [row.kv_length for row in rows], at, batch)
 
     def draft(self, now: Round) -> list[Draft]:
@@ -271,15 +271,16 @@ class Engine(Generates):
     def verify(self, now: Round, drafts: Sequence[Draft]) -> tuple[Sequence[Draft], Sampled]:
         return verify_drafts(now, drafts, self.rollout)
 
-    def _commit(self, now: Round, drafts: Sequence[Draft], sampled: Sampled) -> list[Response]:
-        """Commit the accepted tokens. Return the finished responses. Save finished look-ahead rows as drafts."""
+    def _commit(self, now: Round, drafts: Sequence[Draft], sampled: Sampled) -> tuple[list[int], list[Response]]:
+        """Commit the accepted tokens. Return the number of new tokens of each row, and the finished responses."""
         responses: list[Response] = []
-        for row, reason in commit_tokens(now, drafts, sampled, self.rollout, self.drafters, self.stops):
+        news, ended = commit_tokens(now, drafts, sampled, self.rollout, self.drafters, self.stops)
+        for row, reason in ended:
             if row.ahead:
                 self.store.put([Ahead.of(row, self.rollout.version, ended=True)])
             else:
                 responses.append(response_of(row, reason, self.detokenize))
-        return responses
+        return [*map(len, news)], responses
 
     # -- records -------------------------------------------------------------------------------------------------------
 

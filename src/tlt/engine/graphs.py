@@ -72,9 +72,11 @@ class PaddedPass:
         self, tokens: Tensor, lengths: Sequence[int], draws: Sequence[Tensor], forward: Forward
     ) -> tuple[Tensor, ...]:
         rows = len(lengths)
-        more = self.shape.rows - rows
-        padded = np.concatenate([tokens.flatten(), [0] * more * self.shape.new, lengths, [-1] * more])
-        self.inputs.copy_(to_device(self.inputs.device, padded.astype(np.int64))[0])
+        padded = np.zeros(len(self.inputs), dtype=np.int64)
+        padded[: tokens.numel()] = tokens.numpy().ravel()
+        ends = padded[self.tokens.numel() :]
+        ends[:rows], ends[rows:] = lengths, -1
+        self.inputs.copy_(to_device(self.inputs.device, padded)[0])
         for fixed, given in zip(self.draws, draws, strict=True):
             fixed[:rows] = given
         hidden, *features = self.replayed(lambda: self._compute(forward))

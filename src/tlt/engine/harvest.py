@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 from torch import Tensor
@@ -26,15 +26,15 @@ class Harvester:
         self.window, self.version, self.give = window, version, give
         self._grown = 0
 
-    def write(self, features: Tensor, entries: Sequence[tuple[int, int, int, int]], grown: int) -> None:
-        """Write the hidden states `features` [B, N, F] of a pass. `entries` has (row's place, index in the pass,
-        position, next token) for the root and each accepted token. `grown` is the largest number of tokens that a row
-        committed."""
-        places, indices, positions, following = zip(*entries, strict=True)
+    def write(self, features: Tensor, entries: np.ndarray, grown: int) -> None:
+        """Write the hidden states `features` [B, N, F] of a pass. `entries` [4, M] has the root and each accepted
+        token: the row's place, the index in the pass, the position, and the next token. `grown` is the largest number
+        of tokens that a row committed."""
+        places, indices, positions, following = entries
         if features.shape[1] == 1:  # plain decoding commits one token of every row, in their order
             kept = features[:, 0]
         else:
-            row, index = to_device(features.device, np.array(places), np.array(indices))
+            row, index = to_device(features.device, places, indices)
             kept = features[row, index]
         self.window.write(places, positions, kept, following)
         self._grown += grown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,13 +35,13 @@ class NewTokens(NamedTuple):
     def of(cls, rows: Sequence[Sequence[int]], device: torch.device, least: int = 1) -> NewTokens:
         """Return the tokens of all rows, padded to the longest row and to at least `least` tokens. On a CPU, padding is
         not computed."""
-        counts = np.array([len(row) for row in rows])
-        real = np.arange(max(least, counts.max())) < counts[:, None]
-        padded = np.zeros(real.shape, dtype=np.int64)
-        padded[real] = [*chain.from_iterable(rows)]
-        if device.type != "cpu" or real.all():
-            return cls(torch.from_numpy(padded))
-        return cls(torch.from_numpy(padded), torch.from_numpy(np.flatnonzero(real)))
+        counts = [len(row) for row in rows]
+        width = max(least, *counts)
+        padded = torch.from_numpy(np.array([[*row, *[0] * (width - len(row))] for row in rows]))
+        if device.type != "cpu" or min(counts) == width:
+            return cls(padded)
+        real = np.arange(width) < np.array(counts)[:, None]
+        return cls(padded, torch.from_numpy(np.flatnonzero(real)))
 
     def pick(self, x: Tensor) -> Tensor:
         """Return the M entries of `x` [B * N, ...] that are computed."""

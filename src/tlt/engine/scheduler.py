@@ -81,7 +81,8 @@ class Scheduler:
         """
         live = len(self.rows)
         admitted: list[Row] = []
-        line = self.waiting or self.coming
+        if not (line := self.waiting or self.coming):
+            return admitted
         if not self.waiting:
             most = min(self.max_rows, most_ahead)
             slots = min(most, live + _AHEAD_AT_ONCE)
@@ -101,19 +102,20 @@ class Scheduler:
             self.cache.reserve(live + len(admitted), longest + self.headroom)
         return admitted
 
-    def make_room(self, new: int) -> int:
-        """Reserve cache for `new` more tokens of every active row. If the cache's limit forbids that, preempt the
-        youngest rows and put them first in their queue. Then all active rows must be in one lane. Return the number of
-        preempted rows."""
-        before, line = len(self.rows), self.waiting if self.rows.own else self.coming
-        while not self.cache.fits(len(self.rows), tokens := self._longest() + new):
-            line.appendleft(self.rows.remove(len(self.rows) - 1))
-        self.cache.reserve(len(self.rows), tokens)
-        return before - len(self.rows)
+    def reserve(self, new: int) -> bool:
+        """Reserve cache for `new` more tokens of every active row. Return False if the cache's limit forbids that."""
+        fits = self.cache.fits(len(self.rows), tokens := self._longest() + new)
+        if fits:
+            self.cache.reserve(len(self.rows), tokens)
+        return fits
 
-    def has_room(self, new: int) -> bool:
-        """Return whether the cache has room for `new` more tokens of every active row."""
-        return self.cache.fits(len(self.rows), self._longest() + new)
+    def make_room(self, new: int) -> int:
+        """Reserve cache as `reserve` does. If the cache's limit forbids that, preempt the youngest rows and put them
+        first in their queue. Then all active rows must be in one lane. Return the number of preempted rows."""
+        before, line = len(self.rows), self.waiting if self.rows.own else self.coming
+        while not self.reserve(new):
+            line.appendleft(self.rows.remove(len(self.rows) - 1))
+        return before - len(self.rows)
 
     def _longest(self) -> int:
         return max((row.kv_length for row in self.rows), default=0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -83,23 +84,30 @@ TARGET, LOOK_AHEAD = ".", "a"
 drafter's token is the first one of the drafter's name"""
 
 
-def count_row(stats: RolloutStats, row: Row, draft: Draft, taken: int, right: int, drafter: str) -> None:
-    """Count a row's part of a round: `taken` committed tokens, the first `right` of them from the draft. Add the source
-    of each token to `row.proposed`. For a look-ahead row, `stats` counts only the tokens."""
+def count_row(stats: RolloutStats, row: Row, draft: Draft, taken: int, accepted: int, drafter: str) -> None:
+    """Count a row's part of a round: `taken` committed tokens, and the first `accepted` tokens of its draft. Add the
+    source of each token to `row.proposed`. For a look-ahead row, `stats` counts only the tokens."""
+    right = min(taken, accepted)
     row.proposed += (LOOK_AHEAD if draft.ahead else drafter[:1]) * right + TARGET * (taken - right)
     if row.ahead:
         stats.ahead_tokens += taken
         return
-    for counts in (stats, row.decoded):
-        counts.count(len(draft.tokens), right, taken, draft.ahead)
     stats.tokens += taken
+    for counts in (stats, row.decoded):
+        counts.row_passes += 1
+        if draft.tokens:
+            counts.count_draft(len(draft.tokens), right, taken, draft.ahead)
 
 
-def count_depth(stats: RolloutStats, drafter: str, draft: Draft, accepted: int) -> None:
-    """Count to which depth a draft was accepted, and to which depth it was verified: up to its first rejected token."""
-    for counts, depth in ((stats.accepted_to, accepted), (stats.verified_to, min(accepted + 1, len(draft.tokens)))):
-        key = f"{drafter} {depth}"
-        counts[key] = counts.get(key, 0) + 1
+def count_depths(stats: RolloutStats, drafter: str, learned: Sequence[tuple[Draft, int]]) -> None:
+    """Count to which depth drafts were accepted, and to which depth they were verified: up to the first rejected token.
+    `learned`: drafts with the numbers of their accepted tokens."""
+    accepted = Counter(n for _, n in learned)
+    verified = Counter(min(n + 1, len(draft.tokens)) for draft, n in learned)
+    for counts, depths in ((stats.accepted_to, accepted), (stats.verified_to, verified)):
+        for depth, count in depths.items():
+            key = f"{drafter} {depth}"
+            counts[key] = counts.get(key, 0) + count
 
 
 def draft_counts(row: Row, draft: Draft, taken: int) -> tuple[int, int]:

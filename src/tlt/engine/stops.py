@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
-from tlt.engine.runner import Sampled
 from tlt.spelling import Detokenizer
 from tlt.types import Response, Row
 
@@ -23,25 +23,16 @@ class Stops:
     def __init__(self, detokenize: Detokenizer | None) -> None:
         self.detokenize = detokenize
 
-    def append(self, row: Row, count: int, sampled: Sampled, place: int) -> str | None:
-        """Append the first `count` sampled tokens to the row, up to a stop. Return the finish reason, or None. `place`
-        is the row's index in `sampled`."""
-        before, reason = len(row.tokens), None
-        for token in sampled.tokens[place][:count]:
-            row.tokens.append(token)
-            if reason := self.reason(row):
-                break
-        taken = len(row.tokens) - before
-        row.logprobs += sampled.logprobs[place][:taken]
-        row.full_logprobs += sampled.full_logprobs[place][:taken]
-        return reason
-
-    def reason(self, row: Row) -> str | None:
-        """Return the finish reason if the row's last token ends the response, else None."""
+    def append(self, row: Row, tokens: Iterable[int]) -> str | None:
+        """Append tokens to the row, up to a stop. Return the finish reason, or None."""
         params = row.request.sampling
-        if row.tokens[-1] in params.stop_token_ids or (params.stop_strings and self._ends_in_stop_string(row)):
-            return "stop"
-        return "length" if len(row.tokens) >= params.max_new_tokens else None
+        for token in tokens:
+            row.tokens.append(token)
+            if token in params.stop_token_ids or (params.stop_strings and self._ends_in_stop_string(row)):
+                return "stop"
+            if len(row.tokens) >= params.max_new_tokens:
+                return "length"
+        return None
 
     def _ends_in_stop_string(self, row: Row) -> bool:
         """Return whether the last token completes a stop string. Special tokens count as their names, so `<|im_end|>`

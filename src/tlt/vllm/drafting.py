@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
+from tlt.engine.committing import commit_rows
 from tlt.engine.drafters import Drafters, make_drafters
 from tlt.engine.drafts import draft_rows, look_ahead_offers
 from tlt.engine.harvest import Harvester
@@ -30,7 +32,7 @@ from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.own_backend import make_tuner
 from tlt.engine.rows import RowTable
 from tlt.engine.sampling_table import SamplingTable
-from tlt.engine.state import Round, count_depth, count_row, draft_counts
+from tlt.engine.state import Round, draft_counts
 from tlt.engine.stops import Stops
 from tlt.engine.tuner import RoundResult
 from tlt.types import PassCounts, RolloutStats, Row
@@ -65,6 +67,12 @@ class Passed(NamedTuple):
     """number of draft tokens among them; vLLM may have cut the draft"""
     sampled: Sequence[int]
     """accepted draft tokens, and the token after them"""
+
+    @property
+    def draft(self) -> Draft:
+        """Part of the row's draft that the pass verified."""
+        draft = self.row.draft
+        return draft._replace(tokens=draft.tokens[: self.drafted], cells=draft.cells[: self.drafted])
 
 
 class _Pending(NamedTuple):
@@ -198,7 +206,8 @@ class Drafting:
                 part.row.draft = Draft()
                 self.rollout.append(part.row, part.first)
         alike = not others and all(id(p.row) in known and p.length == 1 + p.drafted for p in parts)
-        counts = self._commit(parts, features)
+        places = {id(row): place for place, row in enumerate(rows)}
+        counts = self._commit(sorted(parts, key=lambda part: places[id(part.row)]), features) if parts else []
         if (pending := self._pending) and parts:
             # a worker may have waited between two rollouts, or vLLM computed a prompt
             seconds, computed = (began - pending.began if alike else 0.0), sum(part.length for part in parts)
@@ -221,43 +230,24 @@ class Drafting:
         return noise.at(*torch.tensor(asked).T) if asked else None
 
     def _commit(self, parts: Sequence[Passed], features: Tensor) -> list[tuple[int, int]]:
-        """Append the sampled tokens to the rows, and remove rows that end. Return `draft_counts` of each part."""
-        self.drafters.next_round()
-        places = {id(row): place for place, row in enumerate(self.rollout.rows)}
-        entries, counts, ended = list[tuple[int, int, int, int]](), list[tuple[int, int]](), dict[int, str]()
-        news = dict[int, list[int]]()
-        for part in parts:
-            place, draft = places[id(part.row)], part.row.draft
-            draft = draft._replace(tokens=draft.tokens[: part.drafted], cells=draft.cells[: part.drafted])
-            news[place], reason = self._take(part, place, draft)
-            counts.append(draft_counts(part.row, draft, len(news[place])))
-            if reason:
-                ended[place] = reason
-            entries += self.rollout.entries(part, place, parts)
-        self.drafters.commit(news)
+        """Append the sampled tokens to the rows, and remove rows that end. `parts` are in the order of the rows. Return
+        `draft_counts` of each part."""
+        rows, drafts = [part.row for part in parts], [part.draft for part in parts]
+        sampled = [part.sampled for part in parts]
+        # vLLM may verify a draft of an earlier round
+        accepted = [min(len(s) - 1, len(d.tokens)) for s, d in zip(sampled, drafts, strict=True)]
+        drafter = (self._pending.strategy if self._pending else PLAIN).drafter
+        news, ended = commit_rows(
+            rows, drafts, accepted, sampled, drafter, self.rollout, self.drafters, _STOPS, self._stats
+        )
+        counts = [draft_counts(*taken) for taken in zip(rows, drafts, map(len, news), strict=True)]
+        entries = [one for place, part in enumerate(parts) for one in self.rollout.entries(part, place, parts)]
         if self._harvester and entries:
-            everywhere = features.clone()[None].expand(len(places), *features.shape)  # the next pass overwrites them
-            self._harvester.write(everywhere, entries, max(taken for taken, _ in counts))
-            self._harvester.collect(self.rollout.rows, ended)
+            everywhere = features.clone()[None].expand(len(rows), *features.shape)  # the next pass overwrites them
+            self._harvester.write(everywhere, np.array(entries).T, max(map(len, news)))
+            self._harvester.collect(rows, ended)
         self.rollout.remove(ended)
         return counts
-
-    def _take(self, part: Passed, place: int, draft: Draft) -> tuple[list[int], str | None]:
-        """Append a row's sampled tokens, up to a stop. Return the appended tokens, and the finish reason."""
-        row, had, reason = part.row, len(part.row.tokens), None
-        accepted = min(len(part.sampled) - 1, len(draft.tokens))  # vLLM may verify a draft of an earlier round
-        drafter = (self._pending.strategy if self._pending else PLAIN).drafter
-        if draft.tokens and not draft.ahead:
-            self.drafters.learn(drafter, draft, accepted)
-            count_depth(self._stats, drafter, draft, accepted)
-        for token in part.sampled:
-            row.tokens.append(token)
-            if reason := _STOPS.reason(row):
-                break
-        news = row.tokens[had:]
-        count_row(self._stats, row, draft, len(news), min(len(news), accepted), drafter)
-        self.rollout.ahead.commit(place, news)
-        return news, reason
 
     def _draft(self, began: float) -> dict[str, Sequence[int]]:
         """Choose a strategy for the next pass, and return the drafts of all rows."""

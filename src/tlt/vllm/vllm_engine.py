@@ -205,18 +205,15 @@ class VllmEngine(Generates):
         `finished`."""
         row = self._live[name]
         had = len(row.tokens)
-        for token in news:
-            row.tokens.append(token)
-            if reason := self.stops.reason(row):
-                finished[name] = reason
-                break
+        if reason := self.stops.append(row, news):
+            finished[name] = reason
         count = len(row.tokens) - had
         if row.ahead:
             self.stats.ahead_tokens += count
         else:
             self.stats.tokens += count
             for counts in () if self.drafting else (self.stats, row.decoded):
-                counts.count(drafted=0, accepted=0, committed=count, ahead=False)
+                counts.row_passes += 1
         return count
 
     def _end(self, finished: dict[str, str]) -> list[Response]:
