@@ -66,9 +66,9 @@ def test_each_drafter_has_its_own_counts_and_a_swap_resets_only_those() -> None:
     known, other = drafters.calibrations["nothing"], drafters.calibrations["other"]
     draft = Draft([1], [0])
     for _ in range(500):
-        drafters.learn("nothing", draft, 0)
-        drafters.learn("nothing", draft, 0)
-        drafters.learn("other", draft, 1)
+        drafters.learn("nothing", [(draft, 0)])
+        drafters.learn("nothing", [(draft, 0)])
+        drafters.learn("other", [(draft, 1)])
     assert (known.seen.sum(), known.agreed.sum(), other.seen.sum(), other.agreed.sum()) == (1000, 0, 500, 500)
     assert drafters.acceptance_rates["nothing"].alarming
     drafters.swap(Nothing(0.2), None, [])
