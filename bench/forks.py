@@ -13,7 +13,7 @@ from tlt.config import Config
 from tlt.models.weights import read_safetensors
 from tlt.rl.groups import from_plain, to_plain
 from tlt.types import Group, Response
-from tlt.verify.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
+from tlt.verify.oracle import EXPLAINED_GAP, Fork, float64_target, fork_of
 
 FILE = "responses.jsonl"
 

@@ -29,8 +29,8 @@ from tlt.models.loading import make_target
 from tlt.models.weights import read_safetensors
 from tlt.store.hub import from_hub
 from tlt.types import Request
+from tlt.vllm.settings import vllm_version
 from tlt.vllm.target import VllmTarget
-from tlt.vllm.versions import vllm_version
 from tlt.vllm.vllm_engine import VllmEngine
 
 _SHORT = {"prompts_per_step": 2, "group_size": 4}  # steps between the two versions of the policy

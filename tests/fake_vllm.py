@@ -20,7 +20,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.types import Request
 from tlt.verify.oracle import causal_hidden, last_logits
-from tlt.vllm.proposer import Proposer
+from tlt.vllm.runner_v1 import Proposer
 from tlt.vllm.worker_extension import WorkerExtension
 
 CPU = torch.device("cpu")

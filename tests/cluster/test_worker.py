@@ -16,7 +16,7 @@ from tiny import random_batch, tiny_config
 from tlt.cluster.run_worker import RunWorker, place_of_copy
 from tlt.cluster.worker import AheadWork, DecodeWork, Slice, Worker
 from tlt.draft.ahead import Ahead
-from tlt.engine.graphs import GraphedPasses
+from tlt.engine.runner import GraphedPasses
 from tlt.types import Prompt, Request, Row, SamplingParams
 
 ALL = 600.0  # seconds

@@ -18,11 +18,10 @@ from twin import Model, make_layer, make_model
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter
-from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest
+from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest, Harvester
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import Strategy
 from tlt.engine.engine import Engine
-from tlt.engine.harvest import Harvester
 from tlt.engine.tuner import Fixed
 from tlt.types import Prompt, Request, Response, Row, SamplingParams
 

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from tlt.draft.history import History
+from tlt.draft.ahead import History
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 LOTS = 10_000

@@ -22,7 +22,7 @@ from tlt.config import EngineConfig
 from tlt.draft.features import FeatureLayout
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
-from tlt.engine.graphs import GraphedPasses
+from tlt.engine.runner import GraphedPasses
 from tlt.engine.tuner import Fixed
 from tlt.host import to_device
 from tlt.models.decoder import Decoder
@@ -137,7 +137,7 @@ def test_the_inputs_of_a_pass_are_one_transfer(target: Decoder, monkeypatch: pyt
         sent.append(len(columns))
         return to_device(device, *columns)
 
-    monkeypatch.setattr("tlt.engine.graphs.to_device", count)
+    monkeypatch.setattr("tlt.engine.runner.to_device", count)
     engine, _ = started(target, 3)
     for rounds in range(1, 4):
         engine.round()

@@ -16,7 +16,7 @@ from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
-from tlt.engine.graphs import GraphedPasses
+from tlt.engine.runner import GraphedPasses
 from tlt.engine.tuner import Fixed
 from tlt.models.decoder import Decoder
 from tlt.types import Prompt, Request, Response, SamplingParams

@@ -120,7 +120,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
         vars(sys.modules[leaf]).update(names)
     for name in ("verl", "verl_worker", "verl_plugin"):
         monkeypatch.delitem(sys.modules, f"tlt.integrations.{name}", raising=False)
-    monkeypatch.setattr("tlt.vllm.versions.vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr("tlt.vllm.settings.vllm_version", lambda: "0.32.0")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
     importlib.import_module("tlt.integrations.verl_plugin")
     return found

@@ -101,10 +101,10 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.committing", "engine/test_look_ahead.py"): [
         ("commit_rows", "operand", 1, "Look-ahead tokens do not count as a drafter's."),
     ],
-    ("engine.drafts", "engine/test_look_ahead.py"): [
+    ("engine.drafters", "engine/test_look_ahead.py"): [
         ("look_ahead_offers", "argument", 11, "A look-ahead draft ends where the response must end."),
     ],
-    ("engine.harvest", "engine/test_look_ahead.py"): [
+    ("draft.features", "engine/test_look_ahead.py"): [
         ("Harvester.collect", "operand", 4, "Look-ahead rows are no training data."),
     ],
     ("vllm.drafting", "vllm_backend/test_vllm_engine.py"): [
@@ -112,9 +112,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Drafting.round", "compare", 3, "In vLLM the tuner learns the seconds of passes without a prefill."),
         ("RowTables.append", "swap", 3, "In vLLM a row takes the hidden states of a cached prompt from its group."),
         ("RowTables.entries", "swap", 4, "In vLLM a row's own hidden states begin where the prefix cache ended."),
-    ],
-    ("engine.harvest", "draft/test_features.py"): [
-        ("Harvester._give", "operand", 4, "Training data that a drafter overwrote is dropped."),
     ],
     ("engine.drafters", "engine/test_drafters.py"): [
         ("_copied", "unwrap", 3, "A drafter gets copies of the engine's lists."),
@@ -175,10 +172,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Decoder.load", "drop", 10, "The embedding has the new weights."),
         ("Decoder.load", "drop", 12, "The last norm has the new weight."),
         ("Decoder.load", "operand", 2, "A head that is tied no longer is a tensor of its own."),
-    ],
-    ("draft.fused", "draft/test_replayed_chain.py"): [
-        ("FusedLayer.begin", "always", 1, "The drafter's table keeps the address that CUDA graphs have."),
-        ("FusedLayer.begin", "always", 3, "The head of a draft vocabulary keeps its address."),
     ],
     ("cuda_graph", "engine/test_graphs.py"): [
         ("Addresses.have_changed", "compare", 0, "Graphs are captured again if the cache is resized, and only then."),
@@ -409,7 +402,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("SuffixDrafter.propose", "element", 6, "Unseen tokens keep a share of the probability."),
         ("_Prompt.extend", "drop", 0, "Every committed token can be matched later."),
     ],
-    ("draft.history", "draft/test_history.py"): [
+    ("draft.ahead", "draft/test_history.py"): [
         ("History.add", "element", 0, "Responses of an epoch replace those of the one before."),
         ("History.load", "swap", 3, "A restored response has its own seed."),
     ],
@@ -430,6 +423,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Pointer.advance", "drop", 8, "A draft ends at the first token that differs."),
     ],
     ("draft.features", "draft/test_features.py"): [
+        ("Harvester._give", "operand", 4, "Training data that a drafter overwrote is dropped."),
         ("FeatureWindow.copy", "unwrap", 1, "A sibling claims only entries that its source still has."),
     ],
     ("draft.features", "spot/test_buffer.py"): [
@@ -448,7 +442,9 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("EagleDrafter._deeper", "operand", 1, "Draft tokens stand at their own positions."),
         ("EagleDrafter.predict", "drop", 4, "A row without features gets no draft."),
     ],
-    ("draft.replayed_chain", "draft/test_replayed_chain.py"): [
+    ("draft.learned", "draft/test_replayed_chain.py"): [
+        ("FusedLayer.begin", "always", 1, "The drafter's table keeps the address that CUDA graphs have."),
+        ("FusedLayer.begin", "always", 3, "The head of a draft vocabulary keeps its address."),
         ("ReplayedChain._compute", "operator", 6, "Tokens of a chain stand behind one another in the drafter's cache."),
         ("ReplayedChain._compute", "compare", 3, "A row with features gets a draft when chains are drafted whole."),
     ],
@@ -464,7 +460,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_rank", "operand", 29, "In Triton, each response has noise of its own position."),
         ("_pick", "compare", 1, "In Triton, a greedy token has probability 1."),
     ],
-    ("engine.graphs", "engine/test_graphs.py"): [
+    ("engine.runner", "engine/test_graphs.py"): [
         ("GraphedPasses.__call__", "compare", 0, "A captured pass is dropped with the cache that it reads."),
         ("PaddedPass.__call__", "less", 0, "A padding row writes to no slot."),
     ],
@@ -488,7 +484,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Crowding.decoded", "operand", 3, "Idle work rests only if it ran while others waited for a core."),
         ("Crowding.decoded", "negate", 2, "Idle work rests if it takes cores from workers that decode."),
     ],
-    ("spot.rounds", "spot/test_rounds.py"): [
+    ("spot.trainer", "spot/test_rounds.py"): [
         ("expected_rounds", "unwrap", 6, "A draft token behind a wrong one counts for nothing."),
     ],
     ("cluster.calls", "cluster/test_calls.py"): [

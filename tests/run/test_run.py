@@ -19,7 +19,7 @@ from tiny import QUESTIONS, Crash, tiny_config, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tlt.config import Config
-from tlt.draft.history import History
+from tlt.draft.ahead import History
 from tlt.loop import StepResult
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.weights import read_safetensors, sha256

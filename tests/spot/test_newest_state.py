@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tlt.spot.newest_state import NewestState
+from tlt.spot.schedule import NewestState
 
 
 def test_one_worker_trains_and_the_next_continues_from_its_state() -> None:

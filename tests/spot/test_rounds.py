@@ -17,8 +17,7 @@ from tlt.draft.strategy import Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.tuner import Fixed
 from tlt.sampling import make_requests
-from tlt.spot.rounds import expected_rounds
-from tlt.spot.trainer import DrafterTrainer
+from tlt.spot.trainer import DrafterTrainer, expected_rounds
 from tlt.spot.unroll import pack
 
 ROOT = Path(__file__).parents[2]

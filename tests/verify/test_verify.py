@@ -36,7 +36,7 @@ from tlt.sampling import TopK, gumbel_noise
 from tlt.types import Prompt, Request, Response, SamplingParams
 from tlt.verify import forks, oracle
 from tlt.verify import verify as runs
-from tlt.verify.look_ahead import OlderTarget
+from tlt.verify.modes import OlderTarget
 from tlt.verify.verify import verify
 
 ATTEND = F.scaled_dot_product_attention

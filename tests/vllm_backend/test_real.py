@@ -30,8 +30,8 @@ from tlt.models.weights import read_safetensors
 from tlt.sampling import request_seed
 from tlt.spelling import Detokenizer
 from tlt.types import Request, Response, SamplingParams
-from tlt.verify.forks import EXPLAINED_GAP, float64_target, fork_of
-from tlt.vllm.versions import VllmError, is_tested, vllm_version
+from tlt.verify.oracle import EXPLAINED_GAP, float64_target, fork_of
+from tlt.vllm.settings import VllmError, is_tested, vllm_version
 from tlt.vllm.vllm_engine import VllmEngine
 
 pytestmark = pytest.mark.skipif(not is_tested(vllm_version() or ""), reason="no tested vLLM is installed")

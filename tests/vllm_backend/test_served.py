@@ -18,7 +18,7 @@ from tlt.draft.strategy import Strategy
 from tlt.engine.tuner import Fixed
 from tlt.sampling import make_requests
 from tlt.types import SamplingParams
-from tlt.vllm.versions import is_tested, vllm_version
+from tlt.vllm.settings import is_tested, vllm_version
 
 pytestmark = pytest.mark.skipif(not is_tested(vllm_version() or ""), reason="no tested vLLM is installed")
 ROOT = Path(__file__).parent.parent.parent

@@ -20,8 +20,7 @@ from tlt.build import open_target
 from tlt.config import EngineConfig, ModelConfig
 from tlt.models import device
 from tlt.vllm import target
-from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment
-from tlt.vllm.versions import VllmError
+from tlt.vllm.settings import PROCESSOR, VllmError, engine_arguments, set_environment
 
 OWN = ["their:Own"]
 

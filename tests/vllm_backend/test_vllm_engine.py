@@ -36,8 +36,7 @@ from tlt.verify.modes import InTurn
 from tlt.verify.oracle import OracleDrafter, causal_hidden
 from tlt.vllm.drafting import DraftedRow
 from tlt.vllm.noise import Draw
-from tlt.vllm.settings import WIDEST
-from tlt.vllm.versions import VllmError
+from tlt.vllm.settings import WIDEST, VllmError
 from tlt.vllm.vllm_engine import VllmEngine
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))

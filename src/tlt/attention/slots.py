@@ -308,7 +308,7 @@ def attention_for(shape: HeadShape) -> SlotAttention:
         torch.backends.cuda.enable_cudnn_sdp(False)
     if not has_kernels(shape):
         return SlotAttention(shape)
-    from tlt.attention.kernel_slots import KernelAttention
+    from tlt.attention.kernels import KernelAttention
 
     return KernelAttention(shape)
 
@@ -319,7 +319,7 @@ def has_kernels(shape: HeadShape) -> bool:
     models in float64, get PyTorch's attention."""
     if shape.dtype == torch.float64 or not has_kernel(shape.device):
         return False
-    from tlt.attention.kernel_slots import KernelAttention
+    from tlt.attention.kernels import KernelAttention
 
     slots = KernelAttention(shape)
     slots.resize(1, 16)

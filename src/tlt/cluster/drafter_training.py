@@ -3,7 +3,7 @@
 The schedule (spot/schedule.py) decides when the drafter is trained. One worker trains at a time: the first idle one
 with enough training data of earlier rollouts (spot/spot.py). The only worker of a run trains after a rollout, if
 `speculation.training.extra` is above 0.
-`spot/newest_state.py` records which workers have the newest trainer state. If the worker that trained last is decoding
+`spot/schedule.py` records which workers have the newest trainer state. If the worker that trained last is decoding
 and another one is idle, the driver fetches the state first.
 
 The candidate is the drafter in training. If it is better than the drafter in use, it is published: all workers draft
@@ -29,9 +29,8 @@ from tlt.cluster.supervisor import Done, Supervisor
 from tlt.config import Config
 from tlt.draft.eagle import EagleLayer
 from tlt.models.families import DecoderOptions, decoder_options, read_config
-from tlt.spot.newest_state import NewestState
 from tlt.spot.saving import DrafterSaver, TrainerState, load_latest, newest_number
-from tlt.spot.schedule import Due, Evaluation, Schedule, SpotReport
+from tlt.spot.schedule import Due, Evaluation, NewestState, Schedule, SpotReport
 from tlt.spot.spot_worker import FaultBarrier, contained
 
 log = logging.getLogger(__name__)

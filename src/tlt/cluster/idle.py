@@ -22,8 +22,7 @@ from tlt.cluster.drafter_training import METHODS, DrafterTraining
 from tlt.cluster.supervisor import Done, Supervisor
 from tlt.cluster.worker import AheadWork
 from tlt.config import Config
-from tlt.draft.ahead import Ahead, AheadStore
-from tlt.draft.history import History
+from tlt.draft.ahead import Ahead, AheadStore, History
 from tlt.trace import ABSENT, AHEAD, IDLE, SPOT, Tracer
 from tlt.types import Request, Response, RolloutStats, Row
 

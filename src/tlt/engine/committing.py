@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tlt.draft.chains import Draft
-from tlt.engine.drafters import Drafters
-from tlt.engine.drafts import Drafted
+from tlt.engine.drafters import Drafted, Drafters
 from tlt.engine.runner import NewTokens, Sampled
 from tlt.engine.state import RolloutState, Round, count_depths, count_row
 from tlt.engine.stops import Stops

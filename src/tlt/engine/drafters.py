@@ -8,18 +8,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
+
+import numpy as np
 
 from tlt.config import SpeculationConfig
 from tlt.config.registry import DRAFTERS, learned, maker
-from tlt.draft.ahead import AheadStore
+from tlt.draft.ahead import AheadStore, LookAhead
 from tlt.draft.calibration import Calibration
-from tlt.draft.chains import Draft
+from tlt.draft.chains import Draft, Roots, draft_chains
 from tlt.draft.drafter import CacheDrafter, Drafter, Sources
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer, load_drafter
 from tlt.draft.features import FeatureLayout, FeatureView
 from tlt.engine.kv_cache import KVCache
+from tlt.engine.memory import most_new
+from tlt.engine.noise_window import DraftNoise, NoiseWindow
+from tlt.engine.rows import RowTable
+from tlt.engine.state import Round
 from tlt.models.decoder import Decoder
 from tlt.types import Request, RolloutStats, Row
 
@@ -188,3 +194,56 @@ def _made(names: Iterable[str], sources: Sources) -> list[Drafter]:
     """Return the drafters with these names. Drafters that do not support the target are left out."""
     made = [maker(DRAFTERS[name])(sources) for name in names]
     return [drafter for drafter in made if drafter is not None]
+
+
+class Drafted(Protocol):
+    """Rows that get drafts, with their noise and their positions in look-ahead drafts."""
+
+    @property
+    def rows(self) -> RowTable: ...
+    @property
+    def noise(self) -> NoiseWindow: ...
+    @property
+    def ahead(self) -> LookAhead: ...
+    @property
+    def target(self) -> Decoder: ...
+
+
+def draft_rows(now: Round, rollout: Drafted, drafters: Drafters) -> list[Draft]:
+    """Return a draft for each row, from its look-ahead draft if it has one, else from the strategy's drafter."""
+    if now.strategy.depth == now.strategy.ahead == 0:
+        return now.no_drafts()
+    offers = look_ahead_offers(rollout) if now.strategy.ahead else [0] * len(now.rows)
+    chains = rollout.ahead.propose([min(offer, now.strategy.ahead) for offer in offers])
+    drafted = now.no_drafts() if all(chains) else _by_drafter(now, rollout, drafters, chains)
+    return [Draft(chain, ahead=True) if chain else draft for chain, draft in zip(chains, drafted, strict=True)]
+
+
+def look_ahead_offers(rollout: Drafted) -> list[int]:
+    """Return for each row the number of look-ahead tokens that it can propose in this round."""
+    rows, offers = rollout.rows, rollout.ahead.offers()
+    if not any(offers):
+        return offers
+    longest = min(rollout.noise.width, most_new(len(rows), rollout.target.options.vocab_size)) - 1
+    found = zip(rows, offers, strict=True)
+    return [min(offer, longest, row.room - 1) if offer and row.finite else 0 for row, offer in found]
+
+
+def _by_drafter(now: Round, rollout: Drafted, drafters: Drafters, chains: Sequence[Sequence[int]]) -> list[Draft]:
+    """Return a draft for each row. A row gets draft tokens only if it has no look-ahead chain and the target's outputs
+    for it were finite so far."""
+    strategy, target = now.strategy, rollout.target
+    drafter = drafters.usable.get(strategy.drafter)
+    if drafter is None:
+        return now.no_drafts()
+    tokens, room = np.array(
+        [(row.root, row.room * (row.finite and not chain)) for row, chain in zip(now.rows, chains, strict=True)]
+    ).T
+    roots = Roots(tokens, room, now.batch.stops, now.batch.for_drafters, target.device)
+    noise = DraftNoise(rollout.noise, now.positions, strategy.depth)
+    calibration = drafters.calibrations[strategy.drafter]
+    drafts = drafters.propose(
+        strategy.drafter,
+        lambda: draft_chains(drafter, roots, strategy, noise, target.options.vocab_size, calibration),
+    )
+    return drafts or now.no_drafts()

@@ -19,13 +19,11 @@ from tlt.draft.ahead import Ahead, AheadStore, LookAhead
 from tlt.draft.chains import Draft
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest
+from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest, Harvester
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.committing import commit_tokens, verify_drafts
-from tlt.engine.drafters import Drafters
-from tlt.engine.drafts import draft_rows, look_ahead_offers
-from tlt.engine.harvest import Harvester
+from tlt.engine.drafters import Drafters, draft_rows, look_ahead_offers
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.memory import RolloutMemory
 from tlt.engine.placing import place_and_prefill

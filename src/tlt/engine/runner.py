@@ -1,8 +1,15 @@
-"""Target passes: prefill, and verification, which samples the token that follows each new token."""
+"""Target passes: prefill, and verification, which samples the token that follows each new token.
+
+A CUDA device replays passes as CUDA graphs. A graph has fixed shapes, so the number of rows is padded to a few sizes
+(bucketed graphs: arXiv 2511.16665, section 5). The rows' lengths are read on the device. For SmolLM2-135M on an H100 a
+pass over few tokens then takes 4 ms instead of 13 ms.
+
+Shapes: B rows, N new tokens per row, D hidden size, F size of a token's features (hidden states kept for the drafter).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,15 +17,82 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.attention.slots import SlotAttention
+from tlt.cuda_graph import Addresses, Replayed, rounded_up
 from tlt.draft.features import FeatureWindow
 from tlt.draft.strategy import Strategy
-from tlt.engine.graphs import GraphedPasses
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.sampling_table import BatchSampling
-from tlt.host import to_host
+from tlt.host import to_device, to_host
 from tlt.models.decoder import Attend, Decoder
 from tlt.sampling import SamplingTensors, gumbel_topk, has_kernel, sampling_log_probs
+
+Forward = Callable[[Tensor, Tensor, Any, Sequence[Tensor]], tuple[Tensor, ...]]
+"""Function (tokens [B, N], positions [B, N], attention plan, draws) -> result of `Runner._pass`"""
+
+
+class Shape(NamedTuple):
+    rows: int
+    new: int
+    """number of new tokens of each row"""
+
+
+class GraphedPasses:
+    """CUDA graphs of target passes over the first slots of the cache, one for each padded shape. They are captured
+    again if the cache is resized. A pass overwrites the hidden states that the previous pass of its shape returned."""
+
+    def __init__(self, slots: SlotAttention, target: Decoder) -> None:
+        self.slots, self.target = slots, target
+        self.passes: dict[Shape, PaddedPass] = {}
+        self._addresses = Addresses()
+
+    @torch.inference_mode()
+    def __call__(
+        self, tokens: Tensor, lengths: Sequence[int], draws: Sequence[Tensor], forward: Forward
+    ) -> tuple[Tensor, ...]:
+        """Run a pass over the new tokens [B, N], which are in host memory, of the first B slots, which have `lengths`
+        committed positions. `draws` are tensors [B], which are copied for `forward`."""
+        if self._addresses.have_changed(self.slots.memory[0], self.target.head):
+            self.passes = {}
+        (rows, new), slots = tokens.shape, self.slots
+        assert max(lengths) + new <= slots.tokens, "the cache must resize before a pass"
+        shape = Shape(min(rounded_up(rows), slots.slots), new)
+        if shape not in self.passes:
+            self.passes[shape] = PaddedPass(shape, slots, self.target.device, draws)
+        return self.passes[shape](tokens, lengths, draws, forward)
+
+
+class PaddedPass:
+    """CUDA graph of target passes of one padded shape."""
+
+    def __init__(self, shape: Shape, slots: SlotAttention, device: torch.device, draws: Sequence[Tensor]) -> None:
+        self.shape, self.slots = shape, slots
+        self.inputs = torch.zeros(shape.rows * (shape.new + 1), dtype=torch.long, device=device)
+        tokens, self.lengths = self.inputs.split([shape.rows * shape.new, shape.rows])
+        self.tokens = tokens.view(shape.rows, shape.new)
+        self.draws = [one.new_zeros(shape.rows) for one in draws]
+        self.replayed = Replayed(device)
+
+    def __call__(
+        self, tokens: Tensor, lengths: Sequence[int], draws: Sequence[Tensor], forward: Forward
+    ) -> tuple[Tensor, ...]:
+        rows = len(lengths)
+        padded = np.zeros(len(self.inputs), dtype=np.int64)
+        padded[: tokens.numel()] = tokens.numpy().ravel()
+        ends = padded[self.tokens.numel() :]
+        ends[:rows], ends[rows:] = lengths, -1
+        self.inputs.copy_(to_device(self.inputs.device, padded)[0])
+        for fixed, given in zip(self.draws, draws, strict=True):
+            fixed[:rows] = given
+        hidden, *features = self.replayed(lambda: self._compute(forward))
+        return hidden[:rows], *[kept[:rows].clone() for kept in features]  # features are kept for some rounds
+
+    def _compute(self, forward: Forward) -> tuple[Tensor, ...]:
+        plan = self.slots.fixed_plan(self.lengths, self.shape.new)
+        positions = self.lengths.clamp(min=0)[:, None] + torch.arange(self.shape.new, device=self.lengths.device)
+        return forward(self.tokens, positions, plan, self.draws)
+
 
 _CACHE_BYTES = 1 << 21  # log-probs are computed in parts of this size, which fit the cache of a CPU core
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tlt.draft.ahead import LookAhead
 from tlt.draft.chains import Draft
-from tlt.draft.features import FeatureView, FeatureWindow
+from tlt.draft.features import FeatureView, FeatureWindow, Harvester
 from tlt.draft.strategy import Strategy
-from tlt.engine.harvest import Harvester
 from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner

@@ -9,9 +9,8 @@ from typing import Any
 
 from tlt.config import SpeculationConfig
 from tlt.integrations import UnsupportedError
-from tlt.vllm.settings import EXTENSION, OURS, set_environment, speculative_arguments
+from tlt.vllm.settings import EXTENSION, OURS, set_environment, speculative_arguments, vllm_version
 from tlt.vllm.target import VllmTarget
-from tlt.vllm.versions import vllm_version
 
 _MODULE = "trl.generation.vllm_generation"
 

@@ -22,8 +22,7 @@ from tlt.integrations import UnsupportedError
 from tlt.integrations.decoding import prompt_number
 from tlt.sampling import request_seed
 from tlt.vllm.noise import Draw
-from tlt.vllm.settings import OURS, speculative_arguments
-from tlt.vllm.versions import TESTED, is_tested, vllm_version
+from tlt.vllm.settings import OURS, TESTED, is_tested, speculative_arguments, vllm_version
 
 _LENGTHS = {"max_tokens", "max_new_tokens"}
 _PARAMETERS = _LENGTHS | {"temperature", "top_p", "top_k", "repetition_penalty", "logprobs"}

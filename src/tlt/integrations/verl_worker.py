@@ -6,8 +6,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 
 from tlt.config import SpeculationConfig
 from tlt.models.families import read_config
-from tlt.vllm.drafting import Drafting
-from tlt.vllm.ends import Ends
+from tlt.vllm.drafting import Drafting, Ends
 from tlt.vllm.settings import WIDEST
 from tlt.vllm.worker_extension import WorkerExtension
 

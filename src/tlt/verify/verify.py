@@ -39,9 +39,8 @@ from tlt.rl.policy import Policy
 from tlt.run.opening import make_parts
 from tlt.store.hub import from_hub
 from tlt.types import Response
-from tlt.verify.forks import EXPLAINED_GAP, Fork, float64_target, fork_of
 from tlt.verify.modes import modes
-from tlt.verify.oracle import look_ahead_checks, oracle_checks
+from tlt.verify.oracle import EXPLAINED_GAP, Fork, float64_target, fork_of, look_ahead_checks, oracle_checks
 
 
 @dataclass

@@ -1,33 +1,32 @@
 """Drafts for the rows that a vLLM model runner decodes: tlt's drafters, look-ahead and tuner, on the hidden states of
 the runner's passes.
 
-This module does not import vLLM. `proposer.py` connects it with the runner.
+This module does not import vLLM. `runner_v1.py` connects it with the runner.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from tlt.config import SpeculationConfig
 from tlt.draft.ahead import AheadStore, LookAhead
 from tlt.draft.chains import Draft
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer
-from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest
+from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest, Harvester
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.committing import commit_rows
-from tlt.engine.drafters import Drafters, make_drafters
-from tlt.engine.drafts import draft_rows, look_ahead_offers
-from tlt.engine.harvest import Harvester
+from tlt.engine.drafters import Drafters, draft_rows, look_ahead_offers, make_drafters
 from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.own_backend import make_tuner
 from tlt.engine.rows import RowTable
@@ -35,8 +34,36 @@ from tlt.engine.sampling_table import SamplingTable
 from tlt.engine.state import Round, draft_counts
 from tlt.engine.stops import Stops
 from tlt.engine.tuner import RoundResult
+from tlt.models.decoder import Decoder
+from tlt.models.families import decoder_options
+from tlt.models.head import Head
+from tlt.models.hugging_face import empty_model, names_of_ends
+from tlt.models.product import Product
 from tlt.types import PassCounts, RolloutStats, Row
-from tlt.vllm.ends import Ends
+
+
+class Ends(Decoder):
+    """Decoder without layers: it has the embedding, the head and the rotary table of the model. vLLM computes the
+    passes."""
+
+    def __init__(self, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(decoder_options(config), dtype, device)
+        self.cuda_graphs = False  # vLLM captures its own passes, and drafts run between them
+        self._config = config
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Copy the embedding and the head from all weights, given by their names in transformers' model."""
+        model = empty_model(self._config)
+        names = [f"{name}.weight" for name in names_of_ends(model)]
+        first, last = (state[name] for name in (names[0], names[-1] if names[-1] in state else names[0]))
+        self.embedding = first.detach().to(self.device, self.dtype, copy=True)
+        tied = last.data_ptr() == first.data_ptr() or torch.equal(last, first)
+        weight = self.embedding if tied else last.detach().to(self.device, self.dtype, copy=True)
+        model.get_output_embeddings().weight = nn.Parameter(weight, requires_grad=False)
+        self.head = Head(model).scaled(weight)
+        self.to_logits, self.version = Product(self.head, shared=True), version
+
 
 _STOPS = Stops(None)  # tokens that end a response; stop strings need the text, which the engine has
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from tlt.vllm.settings import EXTENSION, PROCESSOR
-from tlt.vllm.versions import is_tested, vllm_version
+from tlt.vllm.settings import EXTENSION, PROCESSOR, is_tested, vllm_version
 
 
 def register() -> None:

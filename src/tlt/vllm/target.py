@@ -18,10 +18,18 @@ from tlt.models.device import torch_device, torch_dtype
 from tlt.models.families import decoder_options, read_config
 from tlt.models.hugging_face import as_in_files
 from tlt.sampling import gumbel_noise
-from tlt.vllm.ends import Ends
+from tlt.vllm.drafting import Ends
 from tlt.vllm.noise import Draw
-from tlt.vllm.settings import PROCESSOR, engine_arguments, set_environment, speculative_arguments
-from tlt.vllm.versions import TESTED, VllmError, require_vllm, vllm_version
+from tlt.vllm.settings import (
+    PROCESSOR,
+    TESTED,
+    VllmError,
+    engine_arguments,
+    require_vllm,
+    set_environment,
+    speculative_arguments,
+    vllm_version,
+)
 
 _NEAR_TIE = 1e-3  # rounding may swap two scores that are this close
 

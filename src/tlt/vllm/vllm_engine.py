@@ -25,9 +25,8 @@ from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row
 from tlt.vllm.drafting import Drafting
 from tlt.vllm.noise import Draw
-from tlt.vllm.settings import WIDEST
+from tlt.vllm.settings import WIDEST, VllmError
 from tlt.vllm.target import VllmTarget
-from tlt.vllm.versions import VllmError
 
 
 class VllmEngine(Generates):
