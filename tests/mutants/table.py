@@ -232,7 +232,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.policy", "rl/test_policy.py"): [
         ("Policy.update", "drop", 2, "The learning rate follows its schedule."),
         ("Update.compute_fixed", "operand", 8, "A carried response keeps the log-probs of the policy that decoded it."),
-        ("TrainedModel.apply_gradients", "always", 2, "A step whose gradient is not finite changes nothing."),
+        ("TrainedModel.apply_gradients", "always", 1, "A step whose gradient is not finite changes nothing."),
     ],
     ("rl.lora", "rl/test_lora_targets.py"): [
         ("merged_state", "swap", 0, "The engine gets each weight with its adapter."),
@@ -256,7 +256,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_assign", "opposite", 0, "The next part goes to the shard with least work."),
         ("all_shards", "opposite", 1, "The busiest shard has as little work as possible."),
         ("in_order", "constant", 1, "Every shard counts in the sum."),
-        ("sum_gradients", "drop", 7, "Every member gets the sum of gradients."),
+        ("sum_gradients", "drop", 8, "Every member gets the sum of gradients."),
         ("take_gradients", "drop", 2, "A shard begins without the gradients of the one before."),
     ],
     ("rl.measure", "rl/test_policy.py"): [
@@ -375,7 +375,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_find_definition", "always", 4, "A function that a module defines is not refused."),
     ],
     ("loop", "test_loop.py"): [
-        ("one_step", "negate", 3, "Episodes are counted in each step with an environment."),
+        ("one_step", "negate", 4, "Episodes are counted in each step with an environment."),
     ],
     ("store.hub", "store/test_hub.py"): [
         ("_files_of_split", "constant", 3, "The split train is the default, whatever the card names first."),
@@ -478,7 +478,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Schedule.evaluated", "operand", 4, "Training rests when its candidates gain little."),
     ],
     ("cluster.idle", "cluster/test_coordinator.py"): [
-        ("IdleWork.start", "operand", 5, "The only idle worker also looks ahead."),
+        ("IdleWork.start", "operand", 3, "The only idle worker also looks ahead."),
     ],
     ("cluster.idle", "cluster/test_crowding.py"): [
         ("Crowding.decoded", "operand", 3, "Idle work rests only if it ran while others waited for a core."),
