@@ -53,7 +53,7 @@ MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
 MAX_CLASS = (250, 15, 12)
 """lines, methods, attributes that methods set"""
 LARGER = {
-    "cluster/supervisor.py:Supervisor": (290, 27, 13),
+    "cluster/supervisor.py:Supervisor": (277, 24, 13),
     "cluster/drafter_training.py:DrafterTraining": (201, 19, 15),
     "cluster/run_worker.py:RunWorker": (129, 18, 4),
     "cluster/worker.py:Worker": (123, 19, 12),

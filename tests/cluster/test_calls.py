@@ -74,7 +74,7 @@ def test_the_time_of_a_call_begins_when_its_worker_starts_it(monkeypatch: pytest
     for _ in range(4):
         supervisor.call(1, "decode")
     heard: list[Done] = []
-    while supervisor.pending(1):
+    while supervisor.calls.of_worker(1):
         heard += supervisor.done()
     assert heard == [Done(1, "decode", "done")] * 4
     assert pool.replaced == []

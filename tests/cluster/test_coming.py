@@ -260,7 +260,7 @@ def test_no_update_begins_while_a_worker_decodes_ahead(tmp_path: Path) -> None:
     """So a worker that hangs is replaced before the others wait for it in a joint sum."""
     coordinator, pool, trace = watched_coordinator(tmp_path)
     rolled_out(coordinator, requests(0, 1), requests(20, 21))
-    assert coordinator.supervisor.pending(0) + coordinator.supervisor.pending(1) == ["look_ahead"]
+    assert coordinator.supervisor.calls.of_worker(0) + coordinator.supervisor.calls.of_worker(1) == ["look_ahead"]
     trace.clear()
     pool.under_way = []
     coordinator.release()
@@ -307,7 +307,7 @@ def test_results_of_interrupted_work_are_known_before_the_update(tmp_path: Path)
     rolled_out(coordinator, requests(0, 1), requests(20, 21))
     assert not coordinator.idle.ahead.store.has_ended(request(21))
     coordinator.idle.end_all()
-    assert coordinator.supervisor.pending(0) == coordinator.supervisor.pending(1) == []
+    assert coordinator.supervisor.calls.of_worker(0) == coordinator.supervisor.calls.of_worker(1) == []
     assert all(coordinator.idle.ahead.store.has_ended(r) for r in requests(20, 21))
 
 

@@ -72,7 +72,7 @@ def idle_work(folder: Path, **cluster: Any) -> tuple[IdleWork, list[str]]:
 
     for name in ("train", "decode_ahead"):
         setattr(idle, name, partial(start, name, name == "decode_ahead"))
-    idle.supervisor.call_idle(1, "look_ahead")
+    idle.supervisor.call(1, "look_ahead")
     return idle, started
 
 

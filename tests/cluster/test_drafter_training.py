@@ -96,8 +96,6 @@ class Calls:
     def call(self, index: int, method: str, *arguments: Any) -> None:
         self.made.append((index, method, *arguments))
 
-    call_idle = call
-
     def done(self) -> list[Done]:
         return []
 
@@ -423,8 +421,8 @@ def test_a_worker_that_hangs_in_an_evaluation_is_replaced() -> None:
     supervisor.wait_until_ended(("evaluate_drafter",), patience=-1.0)
     assert supervisor.losses == 1
     assert [(done.worker, done.method, done.lost) for done in supervisor.take_kept()] == [(1, "evaluate_drafter", True)]
-    assert supervisor.pending(1) == ["take_state"]
-    assert supervisor.pending(0) == ["train_drafter", "state"]
+    assert supervisor.calls.of_worker(1) == ["take_state"]
+    assert supervisor.calls.of_worker(0) == ["train_drafter", "state"]
 
 
 def test_a_worker_lost_in_a_publication(home: Path, plain_long: str) -> None:

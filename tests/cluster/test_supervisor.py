@@ -75,7 +75,7 @@ def test_a_worker_that_hangs_is_noticed_while_another_keeps_answering() -> None:
     supervisor.call(1, "decode")
     until = time.monotonic() + 30
     while not pool.replaced and time.monotonic() < until:
-        if not supervisor.pending(0):
+        if not supervisor.calls.of_worker(0):
             supervisor.call(0, "decode")
         heard += supervisor.done()
     assert pool.replaced == [1]
@@ -308,7 +308,7 @@ def test_a_call_returns_when_one_worker_has_the_answer() -> None:
     supervisor = Supervisor(pool, patience=60.0)
     supervisor.call(0, "decode")
     assert supervisor.call_one("tuner_state") == "tuner_state"
-    assert supervisor.pending(0) == ["decode"]
+    assert supervisor.calls.of_worker(0) == ["decode"]
 
 
 def test_answers_that_arrive_together_are_kept() -> None:
@@ -339,7 +339,7 @@ def test_an_error_of_a_worker_interrupts_idle_work(monkeypatch: pytest.MonkeyPat
     pool.ends = lambda call: call.method == "decode"
     monkeypatch.setattr(pool, "interrupt", lambda index, number: told.append(index))
     supervisor = Supervisor(pool, patience=60.0)
-    supervisor.call_idle(0, "look_ahead")
+    supervisor.call(0, "look_ahead")
     supervisor.call(1, "decode")
     with pytest.raises(ValueError, match="a bug"):
         supervisor.done()

@@ -37,18 +37,16 @@ class PendingCalls:
         return len(self._running)
 
     def submit(self, index: int, method: str, *arguments: Any) -> Handle:
-        """Start a call of a worker's method. Return its handle."""
+        """Start a call of a worker's method. Return its handle. A number is added to the arguments of a call that
+        `break_off` can interrupt."""
+        if method in BREAKABLE:
+            self._number += 1
+            arguments = (*arguments, self._number)
         if not self.of_worker(index):
             self.restart_clock(index)
         handle = self.pool.submit(index, method, *arguments)
         self._running[handle] = index, method
         return handle
-
-    def submit_breakable(self, index: int, method: str, *arguments: Any) -> None:
-        """Start a call that `break_off` can interrupt. The call's number is added to its arguments."""
-        assert method in BREAKABLE, "other calls cannot be interrupted"
-        self._number += 1
-        self.submit(index, method, *arguments, self._number)
 
     def break_off(self) -> None:
         """Interrupt all running calls of idle work. They end within a micro-batch or a round."""
@@ -56,7 +54,7 @@ class PendingCalls:
             self.pool.interrupt(index, self._number)
 
     def of_worker(self, index: int) -> list[str]:
-        """Return the methods of the worker's calls."""
+        """Return the methods of the worker's calls, in order of submission."""
         return [method for i, method in self._running.values() if i == index]
 
     def workers_in(self, methods: Collection[str]) -> dict[int, str]:

@@ -104,7 +104,7 @@ class Allocation:
     def requeue(self, rows: Sequence[Row]) -> None:
         """Put rows at the front of the queue, and interrupt idle work so that an idle worker can take them."""
         self.queue.extendleft(reversed(rows))
-        self.supervisor.break_off()
+        self.supervisor.calls.break_off()
 
     def reclaim(self, index: int) -> Share:
         """Put the rows of the lost worker `index` back into the queue, and return the share that it had. Other workers

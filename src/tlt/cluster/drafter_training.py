@@ -84,9 +84,9 @@ class DrafterTraining(FaultBarrier):
             return False
         self.under_way, start = worker, self.newest.pass_to(worker)
         if due is Due.EVALUATE:
-            self.supervisor.call_idle(worker, "evaluate_drafter", start)
+            self.supervisor.call(worker, "evaluate_drafter", start)
         else:
-            self.supervisor.call_idle(worker, "train_drafter", start, seconds)
+            self.supervisor.call(worker, "train_drafter", start, seconds)
         return True
 
     def _ask_for_state(self, worker: int | None) -> None:

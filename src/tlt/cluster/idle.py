@@ -298,7 +298,7 @@ class IdleWork:
         work = self.ahead.work(index, self.allocation.number, len(self.allocation.idle())) if looks_ahead else None
         if work:
             self.tracers[index].enter(AHEAD)
-            self.supervisor.call_idle(index, "look_ahead", work, _SLICES * self.slice_seconds)
+            self.supervisor.call(index, "look_ahead", work, _SLICES * self.slice_seconds)
         return work is not None
 
     def for_free_slots(self) -> Sequence[Request] | None:
@@ -346,11 +346,11 @@ class IdleWork:
 
     def end_look_ahead(self) -> None:
         """Interrupt all idle work, and wait until look-ahead has ended, so that all its tokens are known."""
-        self.supervisor.break_off()
+        self.supervisor.calls.break_off()
         self.supervisor.wait_until_ended(("look_ahead",), _HANGS)
 
     def end_all(self) -> None:
         """Interrupt all idle work, and wait until it has ended."""
-        self.supervisor.break_off()
+        self.supervisor.calls.break_off()
         self.supervisor.wait_until_ended((*BREAKABLE, *METHODS), _HANGS)
         self.handle_kept()

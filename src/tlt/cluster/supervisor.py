@@ -64,25 +64,12 @@ class Supervisor:
 
     def free(self) -> list[int]:
         """Return the workers that have the run's state and no running call."""
-        return [index for index in sorted(self.ready) if not self.pending(index)]
+        return [index for index in sorted(self.ready) if not self.calls.of_worker(index)]
 
     def call(self, index: int, method: str, *arguments: Any) -> Handle | None:
         """Start a call of a worker's method. Return its handle; `done` returns its result. If the worker is not
         present, return None without a call. When it rejoins, it gets a copy of the run's state."""
         return self.calls.submit(index, method, *arguments) if index in self.present else None
-
-    def call_idle(self, index: int, method: str, *arguments: Any) -> None:
-        """Start a call that `break_off` can interrupt, such as drafter training, if the worker is present."""
-        if index in self.present:
-            self.calls.submit_breakable(index, method, *arguments)
-
-    def break_off(self) -> None:
-        """Interrupt all running calls of idle work. They end within a micro-batch or a round."""
-        self.calls.break_off()
-
-    def pending(self, index: int) -> list[str]:
-        """Return the methods of the worker's calls that have not returned, in order of submission."""
-        return self.calls.of_worker(index)
 
     def done(self, timeout: float = math.inf) -> list[Done]:
         """Return the calls that have returned: at least one, unless `timeout` seconds pass first. Raises the exception
@@ -106,7 +93,7 @@ class Supervisor:
     def _hung(self) -> list[Done]:
         """If a call exceeded its timeout, replace the worker that caused this. Return that worker's call as lost."""
         there = [index for index in self.present if index not in self.capacity.awaited]
-        firsts = {index: methods[0] for index in there if (methods := self.pending(index))}
+        firsts = {index: methods[0] for index in there if (methods := self.calls.of_worker(index))}
         watched = {i: method for i, method in firsts.items() if method != self._broken}
         late = {i: method for i, method in watched.items() if self.calls.seconds(i) > self.deadlines.seconds(method)}
         if not late:
@@ -163,7 +150,7 @@ class Supervisor:
             if method != "take_state":
                 if not isinstance(error, ValueError):  # the text of a ValueError is complete for the user
                     error.add_note(f"raised by worker {index} during {method}")
-                self.break_off()
+                self.calls.break_off()
                 self.calls.forget_all_but("take_state")  # the run ends without the results of other calls
                 raise
             self.replace(index, method, str(error))  # for example, the new worker's node lacks the model
@@ -185,7 +172,7 @@ class Supervisor:
         results: dict[int, Any] = {}
         while missing := [index for index in self.present if index not in results]:
             for index in missing:
-                if method not in self.pending(index):
+                if method not in self.calls.of_worker(index):
                     self.call(index, method, *arguments)
             for done in self._collect():
                 if done.method == method and not done.lost:
@@ -199,8 +186,8 @@ class Supervisor:
         the worker is lost, another one is called."""
         while True:
             index = self._source()
-            if self.pending(index):
-                self.break_off()
+            if self.calls.of_worker(index):
+                self.calls.break_off()
             self.call(index, method, *arguments)
             while index in self.ready:
                 found = self._collect()
@@ -228,7 +215,7 @@ class Supervisor:
             self.calls.submit(index, method, *own)
         results, until = dict[int, Any](), math.inf
         try:
-            while waiting := [i for i in arguments if method in self.pending(i)]:
+            while waiting := [i for i in arguments if method in self.calls.of_worker(i)]:
                 if time.monotonic() > until:
                     for index in waiting:
                         self.replace(index, method, "it still waits for a lost worker")
@@ -321,7 +308,7 @@ class Supervisor:
     def _source(self) -> int:
         if not self.ready:
             raise ClusterError(f"all workers were lost; {self.trouble}")
-        return min(self.ready, key=lambda index: (bool(self.pending(index)), index))
+        return min(self.ready, key=lambda index: (bool(self.calls.of_worker(index)), index))
 
 
 def _shard_lost(who: str, method: str, why: str) -> ClusterError:
