@@ -215,7 +215,7 @@ class SimulatedWorker:
             return {}
         counted = [i for i in range(len(batch.response_ids)) if has_gradient(batch, i, self.config.train)]
         count = self.config.cluster.workers
-        work = [self.packer.work(batch, shard) for shard in self.packer.all_shards(batch, counted, count)]
+        work = [_tokens(batch, shard) for shard in self.packer.all_shards(batch, counted, count)]
         most = max(sum(work[k] for k in numbers_of(member, size, count)) for member in range(size))
         seconds = most * self.profile.update + self.profile.optimizer
         yield seconds / self.profile.speed(size) + self.profile.group * (size > 1), math.inf
@@ -257,6 +257,12 @@ class SimulatedWorker:
         if name.startswith("_"):
             raise AttributeError(name)
         return nothing
+
+
+def _tokens(batch: TrainBatch, shard: Sequence[int]) -> int:
+    """Return the number of tokens to compute for these responses. A prompt counts once."""
+    prompts = {batch.prompt_ids[i] for i in shard}
+    return sum(map(len, prompts)) + sum(len(batch.response_ids[i]) for i in shard)
 
 
 def nothing(*arguments: Any) -> Work:

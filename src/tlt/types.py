@@ -324,18 +324,6 @@ class TrainBatch:
         numbers = iter(range(len(self.response_ids)))
         return [[next(numbers) for _ in group] for group in self.rewards]
 
-    def part(self, members: Sequence[int]) -> TrainBatch:
-        """Return the responses with the indices `members` as a batch, without the rewards."""
-        return TrainBatch(
-            [self.prompt_ids[i] for i in members],
-            [self.response_ids[i] for i in members],
-            [self.advantages[i] for i in members],
-            [self.rollout_logprobs[i] for i in members],
-            old_logprobs={place: self.old_logprobs[i] for place, i in enumerate(members) if i in self.old_logprobs},
-            masked={place for place, i in enumerate(members) if i in self.masked},
-            masks={place: self.masks[i] for place, i in enumerate(members) if i in self.masks},
-        )
-
 
 class WorkerNow(NamedTuple):
     """Present state of a worker, for the display."""

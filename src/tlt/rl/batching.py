@@ -114,10 +114,6 @@ class Packer:
         stay together if that reduces the work of the largest shard."""
         return all_shards(self._groups(batch, members), lambda part: self._tokens(batch, part), count)
 
-    def work(self, batch: TrainBatch, members: Sequence[int]) -> int:
-        """Return the number of tokens to compute for the responses `members`, with shared prompts counted once."""
-        return sum(self._tokens(batch, part) for part in self._groups(batch, members))
-
     def plan(self, batch: TrainBatch, members: Sequence[int]) -> list[Layout]:
         """Return micro-batches of the responses `members`."""
         most = self.max_tokens if self.shares else 0

@@ -159,12 +159,6 @@ class TokenMetrics:
         self._gaps.append((old_logprobs - rollout_logprobs).abs().float())
         self._weights.append(torch.full_like(self._gaps[-1], weight))
 
-    def add_all(self, other: TokenMetrics) -> None:
-        """Add all tokens of another accumulator."""
-        self._entropy += other._entropy
-        self._gaps += other._gaps
-        self._weights += other._weights
-
     def over(self, group: ProcessGroup) -> dict[str, float]:
         """Return the metrics over the tokens of all members of the group. They are 0 if there are no tokens."""
         group.sum_(self._entropy)
