@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,12 @@ from tlt.spot.spot import SpotTrainer
 
 SHORT, LONG = (3, 40, 8), (4, 40, 8)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
+
+
+@pytest.fixture(autouse=True)
+def _no_crowding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train also if other programs of this machine take cores."""
+    monkeypatch.setattr("tlt.cluster.idle._CROWDED", math.inf)
 
 
 def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **training: Any) -> Config:
