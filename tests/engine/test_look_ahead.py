@@ -21,7 +21,7 @@ from tlt.draft.chains import Draft
 from tlt.draft.eagle import eagle_options
 from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine import drafts, noise_window
+from tlt.engine import drafters, noise_window
 from tlt.engine.engine import Engine, Round
 from tlt.engine.tuner import Fixed
 from tlt.types import Prompt, Request, Response, SamplingParams
@@ -415,13 +415,13 @@ def test_tokens_of_the_last_target_are_kept_as_its_own() -> None:
 
 
 def test_the_drafter_computes_only_rows_without_look_ahead_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    rooms, chains = list[list[int]](), drafts.draft_chains
+    rooms, chains = list[list[int]](), drafters.draft_chains
 
     def watched(drafter: Any, roots: Any, *rest: Any) -> list[Draft]:
         rooms.append(roots.room.tolist())
         return chains(drafter, roots, *rest)
 
-    monkeypatch.setattr(drafts, "draft_chains", watched)
+    monkeypatch.setattr(drafters, "draft_chains", watched)
     store = filled()
     looking = engine(store, MIXED)
     looking.start(requests()[6:9])

@@ -34,7 +34,7 @@ from tlt.run import train as run
 from tlt.run.display import Display
 from tlt.sampling import TopK, gumbel_noise
 from tlt.types import Prompt, Request, Response, SamplingParams
-from tlt.verify import forks, oracle
+from tlt.verify import oracle
 from tlt.verify import verify as runs
 from tlt.verify.modes import OlderTarget
 from tlt.verify.verify import verify
@@ -345,10 +345,10 @@ def noise_at(position: int) -> Tensor:
     return gumbel_noise(seed, torch.tensor([position]), V)[0].double()
 
 
-def fork(ours: list[int], theirs: list[int], **sampling: Any) -> forks.Fork:
+def fork(ours: list[int], theirs: list[int], **sampling: Any) -> oracle.Fork:
     request = Request(Prompt(3, "", (1, 2)), 2, 0, SEED, SamplingParams(**sampling))
     responses = (Response(request, tokens, [], [], "length") for tokens in (ours, theirs))
-    return forks.fork_of("suffix", 7, *responses, REFERENCE)
+    return oracle.fork_of("suffix", 7, *responses, REFERENCE)
 
 
 @pytest.fixture
@@ -356,7 +356,7 @@ def recompute(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
     """Let the float64 recomputation return these logits."""
 
     def give(logits: Tensor) -> None:
-        monkeypatch.setattr(forks, "last_logits", lambda target, contexts: logits.double()[None])
+        monkeypatch.setattr(oracle, "last_logits", lambda target, contexts: logits.double()[None])
 
     return give
 
@@ -367,7 +367,7 @@ def test_gap_of_two_noisy_scores(recompute: Callable[[Tensor], None], difference
     logits[5] += difference
     recompute(logits)
     found = fork([0, 1, 5, 2], [0, 1, 6, 3])
-    assert found == forks.Fork("suffix", 8, 3, 2, 2, pytest.approx(difference, rel=1e-6))
+    assert found == oracle.Fork("suffix", 8, 3, 2, 2, pytest.approx(difference, rel=1e-6))
     assert (found.gap < EXPLAINED) == (difference == 1e-6)
 
 
@@ -382,7 +382,7 @@ def test_the_gap_uses_the_noise_of_the_forks_own_position_and_the_temperature(re
 
 def test_the_recomputation_uses_prompt_and_shared_prefix(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(forks, "last_logits", lambda target, contexts: (seen.extend(contexts), torch.zeros(1, V))[1])
+    monkeypatch.setattr(oracle, "last_logits", lambda target, contexts: (seen.extend(contexts), torch.zeros(1, V))[1])
     fork([4, 5, 6], [4, 5, 7])
     assert seen == [[1, 2, 4, 5]]
 
@@ -426,7 +426,7 @@ def test_a_fork_at_the_edge_of_a_cut_is_explained(recompute: Callable[[Tensor], 
 )
 def test_the_number_of_allowed_forks(gaps: tuple[float, ...], dtype: str, holds: bool) -> None:
     """In float32 one in 100,000 tokens, or a single one, if rounding explains it. In float64 none."""
-    found = [forks.Fork("suffix", 0, 0, 0, 0, gap) for gap in gaps]
+    found = [oracle.Fork("suffix", 0, 0, 0, 0, gap) for gap in gaps]
     right = {"drafted": 1, "accepted": 1, "preemptions": 1, "passes": 1, "fewest_passes": 1}
     every = {"suffix": runs.ModeRun("suffix", tokens_different=len(gaps)), "plain": runs.ModeRun("plain")}
     inexact = runs.Comparison(every, dtype, Exactness(), False, 100, found, [right], [right])

@@ -21,7 +21,6 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-from tlt.attention import kernels
 from tlt.attention.slots import SlotAttention
 
 PART = 512
@@ -211,5 +210,5 @@ class KernelAttention(SlotAttention):
         if not isinstance(plan, KernelPlan):
             return super().attend(plan, layer, query, key, value, window)
         both, (first, lengths, new, longest) = self.layers[layer], plan
-        kernels.store(both, first, lengths, new, key, value)
-        return kernels.attend(both, first, lengths, new, query, window, longest)
+        store(both, first, lengths, new, key, value)
+        return attend(both, first, lengths, new, query, window, longest)
