@@ -4,8 +4,7 @@ the program, and strikes the process that comes to the one that is armed, once.
 $TLT_FAULTS/armed.json says what happens where; it may be written at any time, and is renamed to struck.json by the
 process that it strikes, which writes its number there:
 
-    at      the points that the thread is within, the innermost last: these and no others; "end" after them stands for
-            the end of the innermost one
+    at      the points that the thread is within, the innermost last: these and no others
     call    of these, the one that is struck
     during  the points that the driver is within meanwhile, if that matters
     how     SIGKILL, SIGSTOP, exception, out of memory, disk full
@@ -155,9 +154,7 @@ def _pointed(call: Callable[..., Any], point: str) -> Callable[..., Any]:
         try:
             with _reported_to_others(point):
                 _armed.arrive(points)
-                result = call(*arguments, **options)
-                _armed.arrive([*points, "end"])
-                return result
+                return call(*arguments, **options)
         finally:
             points.pop()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ import torch
 from fake_graph import fake_graphs
 from tiny import random_batch, tiny_config
 
+from tlt.cluster import worker
 from tlt.cluster.run_worker import RunWorker, place_of_copy
-from tlt.cluster.worker import AheadWork, DecodeWork, Slice, Worker
+from tlt.cluster.worker import AheadWork, CoreClock, DecodeWork, Slice, Worker
 from tlt.draft.ahead import Ahead
 from tlt.engine.runner import GraphedPasses
 from tlt.types import Prompt, Request, Row, SamplingParams
@@ -192,3 +194,19 @@ def test_a_new_worker_gets_the_state_before_an_update(home: Path) -> None:
     given.policy["model.norm.weight"].zero_()
     worker.rollback()
     assert all(torch.equal(one, before.policy[name]) for name, one in worker.state().policy.items())
+
+
+def test_the_clock_reads_the_wait_of_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "schedstat"
+    monkeypatch.setattr(worker, "_FILE", file)
+    file.write_text("5 1000000000 9\n")
+    clock = CoreClock()
+    file.write_text("6 3500000000 9\n")
+    time.sleep(0.01)
+    assert clock.waited == 2.5
+    assert 0.01 <= clock.seconds < 10.0
+
+
+def test_a_system_that_does_not_count_waits_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_FILE", tmp_path / "none")
+    assert CoreClock().waited == 0.0

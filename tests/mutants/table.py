@@ -406,9 +406,11 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("History.add", "element", 0, "Responses of an epoch replace those of the one before."),
         ("History.load", "swap", 3, "A restored response has its own seed."),
     ],
-    ("cluster.idle", "cluster/test_coming.py"): [
+    ("cluster.idle", "cluster/test_idle.py"): [
         ("ComingRequests.drafts", "element", 0, "The last responses to a prompt are sent with its requests."),
         ("ComingRequests.end", "drop", 7, "The responses of a rollout are kept."),
+        ("Crowding.decoded", "operand", 3, "Idle work rests only if it ran while others waited for a core."),
+        ("Crowding.decoded", "negate", 2, "Idle work rests if it takes cores from workers that decode."),
     ],
     ("run.opening", "run/test_run.py"): [
         ("_restore", "drop", 13, "The last responses to each prompt survive a resume."),
@@ -480,10 +482,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("cluster.idle", "cluster/test_coordinator.py"): [
         ("IdleWork.start", "operand", 3, "The only idle worker also looks ahead."),
     ],
-    ("cluster.idle", "cluster/test_crowding.py"): [
-        ("Crowding.decoded", "operand", 3, "Idle work rests only if it ran while others waited for a core."),
-        ("Crowding.decoded", "negate", 2, "Idle work rests if it takes cores from workers that decode."),
-    ],
     ("spot.trainer", "spot/test_rounds.py"): [
         ("expected_rounds", "unwrap", 6, "A draft token behind a wrong one counts for nothing."),
     ],
@@ -491,7 +489,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Deadlines.seconds", "opposite", 0, "A long call has at least the short calls' timeout."),
         ("Deadlines.took", "drop", 0, "A long call's timeout follows the measured times."),
     ],
-    ("cluster.coordinator", "cluster/test_allocation.py"): [
+    ("cluster.coordinator", "cluster/test_coordinator_allocation.py"): [
         ("Allocation.take_rows", "never", 0, "A full worker takes no single rows."),
     ],
     ("cluster.supervisor", "cluster/test_supervisor.py"): [

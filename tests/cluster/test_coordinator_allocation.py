@@ -21,8 +21,8 @@ def row(seed: int) -> Row:
 def allocation_of(*present: int, slots: int = 8) -> tuple[Allocation, list[str]]:
     """Return an allocation for a supervisor with these workers, and a list that notes when idle work is interrupted."""
     noted: list[str] = []
-    break_off = partial(noted.append, "interrupted")
-    supervisor: Any = SimpleNamespace(size=3, present=[*present], ready={*present}, break_off=break_off)
+    calls = SimpleNamespace(break_off=partial(noted.append, "interrupted"))
+    supervisor: Any = SimpleNamespace(size=3, present=[*present], ready={*present}, calls=calls)
     return Allocation(supervisor, slots), noted
 
 
