@@ -63,6 +63,13 @@ def writing(path: Path, kind: type[ValueError]) -> Iterator[None]:
         raise kind(f"{path} cannot be written ({error.strerror or error}): {remedy}") from None
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file atomically: readers see the old content or the new. Raises OSError."""
+    fresh = path.with_name(path.name + ".partial")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].strip()

@@ -20,7 +20,7 @@ from typing import Any
 
 from tlt import __version__
 from tlt.energy import total_energy
-from tlt.files import parse_json, writing
+from tlt.files import parse_json, replace_text, writing
 from tlt.gain import gain_of
 from tlt.trace import FACTS, ROLLOUT, STATES, Tracer
 from tlt.types import StepMetrics
@@ -70,9 +70,7 @@ class MetricsWriter:
         kept = [line for line in read_metrics(folder) if line["step"] < first_step]
         if last and (not kept or kept[-1]["step"] < last["step"]):
             kept.append(last)
-        fresh = self.path.with_suffix(".partial")
-        fresh.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        fresh.replace(self.path)
+        replace_text(self.path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, metrics: StepMetrics) -> None:
         """Append the line of a step. Raises MetricsError."""
@@ -241,9 +239,7 @@ def _largest(steps: Iterable[Mapping[str, Mapping[str, float]]]) -> dict[str, di
 def write_json(path: Path, tree: dict[str, Any]) -> None:
     """Write a JSON file atomically. Missing folders are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(path.name + ".partial")
-    fresh.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-    fresh.replace(path)
+    replace_text(path, json.dumps(tree, indent=2) + "\n")
 
 
 def provenance() -> dict[str, Any]:

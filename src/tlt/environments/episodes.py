@@ -26,6 +26,7 @@ from pathlib import Path
 from tlt.data.continuation import ReplyContent, reply_text
 from tlt.data.tables import DataError
 from tlt.environments.instances import Turn, TurnText, written
+from tlt.files import replace_text
 from tlt.rewards.score_pool import ScorePool
 from tlt.rewards.verdicts import LARGEST, FaultLog, Verdict
 from tlt.types import Reply, Request, Response, Row
@@ -91,16 +92,15 @@ class ReplyRecord:
             self._put(key, line.pop("said"), Verdict(**line))
 
     def _write(self, text: str, replaces: bool = False) -> None:
-        """Append `text` to the file. If `replaces`, write a new file in its place, so that it always has the old
-        content or the new."""
+        """Append `text` to the file. If `replaces`, the text replaces the file's content."""
         if not self.path:
             return
-        place = self.path.with_name(f"{NAME}.partial") if replaces else self.path
         try:
-            with place.open("w" if replaces else "a", encoding="utf-8") as file:
-                file.write(text)
             if replaces:
-                place.replace(self.path)
+                replace_text(self.path, text)
+            else:
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(text)
         except OSError as error:
             log.warning("%s cannot be written (%s); a resumed run calls environments again", self.path, error.strerror)
             self.path = None

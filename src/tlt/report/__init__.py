@@ -7,6 +7,8 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from tlt.files import replace_text
+
 NAME = "report.html"
 
 _log = logging.getLogger(__name__)
@@ -25,10 +27,9 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
     if not any((folder / name).exists() for name in FILES):
         raise ReportError(f"{folder} is not the folder of a run: give the run.folder of its recipe")
     path = out or folder / NAME
-    draft, text = path.with_name(path.name + ".partial"), page_of(read_run(folder))
+    text = page_of(read_run(folder))
     try:
-        draft.write_text(text, encoding="utf-8")
-        draft.replace(path)
+        replace_text(path, text)
     except OSError as error:
         raise ReportError(f"{path} cannot be written ({error.strerror}): give another --out") from None
     return path
