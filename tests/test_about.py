@@ -7,9 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny import tiny_config
+from tiny import tiny_config, tiny_tree
 from transformers import MixtralConfig
 
+from tlt.config import parse_config
 from tlt.run.about import about_folder, about_memory, about_model, about_prompts
 from tlt.types import Prompt
 
@@ -59,6 +60,14 @@ def test_an_unused_chat_template_is_named(tmp_path: Path, template: str | None, 
     config = tiny_config(tmp_path, data={"chat": chat})
     said = about_prompts(config, [], SimpleNamespace(chat_template=template))
     assert ("the model's chat template is not used (data.chat = true uses it)" in said) == named
+
+
+@pytest.mark.parametrize(("strings", "named"), [([], True), (["\n"], False)])
+def test_a_game_whose_turns_end_only_at_end_tokens_is_named(tmp_path: Path, strings: list[str], named: bool) -> None:
+    tree = tiny_tree(tmp_path, rollout={"stop_strings": strings})
+    config = parse_config(tree | {"reward": {"environment": "tiny_environments:Echo", "turns": 2}})
+    said = about_prompts(config, [], SimpleNamespace(chat_template=None))
+    assert ("a turn ends only at an end token of the model" in said) == named
 
 
 @pytest.mark.parametrize(("weight", "named"), [(0.5, True), (0.0, False)])

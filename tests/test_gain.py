@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from math import comb
 from typing import Any
 
 import pytest
 
-from tlt.gain import Gain, gain_of, verdict
+from tlt.gain import BusyWarning, Gain, gain_of, verdict
 
 
 def line(
@@ -111,3 +112,15 @@ def test_busy_cores_make_the_times_worthless() -> None:
     assert found(lines(1.5, 1.6, 1.7, waited=0.1)).times == 1.6
     uncounted = [each | {"energy": {}} for each in lines(1.5, 1.6, 1.7)]
     assert found(uncounted).times == 1.6, "not all systems count it"
+
+
+def test_a_run_warns_once_of_busy_cores(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    busy = BusyWarning()
+    for waited in (0.5, 3.0, 4.0):
+        busy.warn(3, {"cpu_seconds": 4 * waited if waited == 0.5 else waited, "cpu_wait_seconds": waited})
+    busy.warn(4, {})
+    assert [record.getMessage() for record in caplog.records] == [
+        "in step 3 the run's threads waited 50% of their time for a free core, because other work used the cores: end "
+        "other programs, set OMP_NUM_THREADS=1, or use fewer workers"
+    ]

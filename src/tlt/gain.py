@@ -5,6 +5,7 @@ the last lines of a run and report.html use the same verdict."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from math import comb
 from statistics import median
@@ -17,6 +18,9 @@ FEWEST = 3  # number of pairs from which a gain may be claimed
 _BUSY = 0.15  # waiting share from which other work disturbs the times
 _CONFIDENCE = 0.95
 _LEAST = 1.005  # smaller gains are shown as 1.00
+_NOTABLE = 1.0  # seconds of waiting in a step from which the run warns
+_log = logging.getLogger(__name__)
+_REMEDY = "end other programs, set OMP_NUM_THREADS=1, or use fewer workers"
 _LITTLE = 1.05  # gain over plain decoding below which `NO_GAIN` is shown
 NO_GAIN = (
     "speculation gained little or nothing, because few draft tokens were accepted for the time they took. A drafter "
@@ -62,10 +66,7 @@ def gain_of(lines: Sequence[Mapping[str, Any]]) -> Gain | None:
     is_trusted = waiting < _BUSY
     fault = ""
     if not is_trusted:
-        fault = (
-            f"the run's threads waited {waiting:.0%} of their time for a free core, because other work used the cores: "
-            "end other programs, set OMP_NUM_THREADS=1, or use fewer workers, and measure again"
-        )
+        fault = f"{_cores_were_busy(waiting)}: {_REMEDY}, and measure again"
     elif not passes:
         fault = NO_DRAFT
     elif len(found) < FEWEST or found[0]["step"] == 1:
@@ -104,6 +105,24 @@ def _waiting_share(used: Sequence[Mapping[str, Any]]) -> float:
     does not count it. `used` has the counters of `tlt.energy` for several periods."""
     waited, computed = (sum(each.get(name, 0.0) for each in used) for name in ("cpu_wait_seconds", "cpu_seconds"))
     return waited / (waited + computed) if waited else 0.0
+
+
+def _cores_were_busy(waiting: float) -> str:
+    return f"the run's threads waited {waiting:.0%} of their time for a free core, because other work used the cores"
+
+
+class BusyWarning:
+    """Warning, given once in a run, that the threads of a step waited for free cores."""
+
+    def __init__(self) -> None:
+        self._is_given = False
+
+    def warn(self, step: int, energy: Mapping[str, Any]) -> None:
+        """Log the warning if a step spent much time waiting. `energy` is that of the step's metrics."""
+        waiting = _waiting_share([energy])
+        if waiting >= _BUSY and energy["cpu_wait_seconds"] >= _NOTABLE and not self._is_given:
+            self._is_given = True
+            _log.warning("in step %d %s: %s", step, _cores_were_busy(waiting), _REMEDY)
 
 
 def verdict(gain: Gain) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
@@ -189,6 +190,26 @@ def test_messages_and_fields_of_the_chat_template_need_it(tokenizer: Any) -> Non
 
 
 TOOLS = {"tools": [{"x": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("column", "given", "remedy"),
+    [
+        (TOOLS, {}, "the tools in the rows of .*: set data.chat_arguments.tools"),
+        (TOOLS, TOOLS, "^$"),
+        ({"images": [{"path": "a.png"}]}, {}, "the images in the rows of .* are not in the prompts: the model reads"),
+        ({"chat_template_kwargs": {"now": "x"}}, {}, "the chat_template_kwargs in .*: set data.chat_arguments"),
+        ({"images": [], "chat_template_kwargs": {}, "tools": None}, {}, "^$"),
+    ],
+)
+def test_columns_that_the_prompts_do_not_show_are_logged(
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, column: Any, given: Any, remedy: str
+) -> None:
+    tokenizer.chat_template = EVERY + "{% for tool in tools or [] %}{{ tool.x }}{% endfor %}"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"question": "u", **column}), encoding="utf-8")
+    config = DataConfig(path=str(tmp_path / "p.jsonl"), chat=True, chat_arguments=given)
+    load_prompts(config, encoder(tokenizer, config))
+    assert re.search(remedy, caplog.text)
 
 
 def test_later_messages_with_other_keys_are_tested_too(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -154,13 +156,22 @@ def test_tokens_seen_continues_after_a_resume(tmp_path: Path) -> None:
     assert whole[1]["seconds_left"] > 0
 
 
-def test_a_slow_first_step_does_not_change_the_time_left(tmp_path: Path) -> None:
-    progress = RunProgress(tiny_config(tmp_path, train={"steps": 12}))
-    for step in range(4):
-        seconds = {"total": 10.0 if step else 100.0}
+def test_the_time_left_does_not_jump(tmp_path: Path) -> None:
+    """The first step takes 100 s, the others 10 s. Every second step is evaluated before it, in 4 s, and every fourth
+    is saved after it, in 2 s. So the truth is known after each step."""
+    config = tiny_config(tmp_path, train={"steps": 12}, eval={"every": 2, "path": "x"}, run={"save_every": 4})
+    progress, left = RunProgress(config), []
+    for step in range(12):
+        seconds = {"total": 10.0 if step else 100.0} | ({"eval": 4.0} if step % 2 == 0 else {})
+        seconds["total"] += seconds.get("eval", 0.0)
         metrics = types.SimpleNamespace(step=step + 1, seconds=seconds, tokens_seen=0, seconds_left=0.0)
         progress.add(types.SimpleNamespace(metrics=metrics, groups=[]))  # type: ignore[arg-type]
-    assert metrics.seconds_left == 80.0
+        left.append(metrics.seconds_left)
+        if (step + 1) % 4 == 0:  # a save is added to the seconds of a step after its line was made
+            seconds |= {"save": 2.0, "total": seconds["total"] + 2.0}
+    truth = [10.0 * (11 - step) + 4.0 * ((11 - step) // 2) + 2.0 * ((11 - step) // 4) for step in range(12)]
+    assert left[4:] == truth[4:], "from the first save on, all is known"
+    assert left[2:4] == [truth[step] - 2.0 * ((11 - step) // 4) for step in (2, 3)]
 
 
 def test_every_response_is_written_once_with_its_advantage(everything: Path) -> None:
@@ -317,6 +328,45 @@ def test_a_failing_tracker_is_turned_off_and_costs_the_others_no_step(
     tracked(tmp_path, "wandb", "tensorboard").close()
     assert caplog.text.count(f"failed ({type(error).__name__}: {error})") == 1
     assert told == [0, 1, 2]
+
+
+def test_a_slow_tracker_delays_no_step(tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_log, threads = threading.Event(), list[int]()
+
+    def noted(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            assert name != "log" or may_log.wait(60)
+            threads.append(threading.get_ident())
+            return real(*arguments, **options)
+
+        return call
+
+    for name in ("init", "log"):
+        monkeypatch.setattr(service, name, noted(name, getattr(service, name)))
+    trackers = tracked(tmp_path, "wandb")
+    assert not service.told
+    may_log.set()
+    trackers.close()
+    assert [step for step, _ in service.told] == [0, 1, 2]
+    assert service.closed == 1
+    assert len(threads) == 4, "it starts once"
+    assert len(set(threads)) == 1, "some trackers have one run per thread"
+    assert threading.get_ident() not in threads
+
+
+def test_a_tracker_that_hangs_ends_no_run(
+    tmp_path: Path, service: Service, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    may_end = threading.Event()
+    monkeypatch.setattr(trackers_module, "_PATIENCE", 0.05)
+    monkeypatch.setattr(service, "log", lambda *_, **__: may_end.wait(60))
+    trackers = tracked(tmp_path, "wandb")
+    trackers.close()
+    assert "a tracker did not answer within 0.05 s" in caplog.text
+    assert trackers._thread.is_alive()
+    assert trackers._thread.daemon, "the process does not wait for it"
+    may_end.set()
+    trackers._thread.join(60)
 
 
 def test_a_tracker_that_is_not_installed_is_refused_at_the_start(tmp_path: Path) -> None:

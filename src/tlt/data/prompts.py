@@ -29,6 +29,11 @@ Encode = Callable[[Question], Sequence[int]]
 Row = tuple[Question, dict[str, Any]]
 
 _MOST_TASKS, _FIRST_ROWS = 50, 1000
+_UNSHOWN = {
+    "tools": "set data.chat_arguments.tools",
+    "chat_template_kwargs": "set data.chat_arguments",
+    "images": "the model reads text alone",
+}
 _NEXT_STAGE, _HELD_OUT = 1_000_003, 500_000_003  # added to seeds; far apart, because item i of a task uses seed + i
 
 
@@ -255,8 +260,18 @@ def _stage_sizes(config: DataConfig) -> dict[int, int]:
 
 def _file_rows(config: DataConfig) -> list[Row]:
     rows = list(_questions(config))
+    if config.chat:
+        _warn_of_unshown(config, rows)
     _refuse_no_answers(config, rows)
     return _with_answers(config, rows)
+
+
+def _warn_of_unshown(config: DataConfig, rows: Sequence[Row]) -> None:
+    """Log a warning for each column that belongs to the prompts in other programs, but is not shown to the model."""
+    for name, remedy in _UNSHOWN.items():
+        known = config.chat_arguments if name == "chat_template_kwargs" else name in config.chat_arguments
+        if not known and any(data.get(name) for _, data in rows):
+            log.warning("the %s in the rows of %s are not in the prompts: %s", name, config.path, remedy)
 
 
 def _questions(config: DataConfig) -> Iterator[Row]:

@@ -28,6 +28,8 @@ def about_prompts(config: Config, prompts: Sequence[Prompt], tokenizer: Any) -> 
     _, source = config.data.source
     unused = getattr(tokenizer, "chat_template", None) and not config.data.chat
     hints = "; the model's chat template is not used (data.chat = true uses it)" if unused else ""
+    if config.reward.environment and not config.data.chat and not config.rollout.stop_strings:
+        hints += "; a turn ends only at an end token of the model (rollout.stop_strings ends it at a text)"
     if prompts and config.rollout.prompts_per_step > len(prompts):
         hints += f"; each step repeats prompts (rollout.prompts_per_step = {config.rollout.prompts_per_step} is above)"
     shown, per_step = counted(len(prompts), "prompt"), counted(responses, "response")

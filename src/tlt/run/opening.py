@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +23,7 @@ from tlt.energy import Meter, MeteredTracer
 from tlt.engine.exactness import Exactness
 from tlt.environments import Turns, make_turns
 from tlt.environments.tools import with_tools
+from tlt.gain import BusyWarning
 from tlt.loop import Parts, Rollout, Trainable
 from tlt.models.weights import folder_sha256, num_weights
 from tlt.progress import working
@@ -75,6 +76,7 @@ class Run:
     """changes of the recipe at resumes that may affect the result, see `resume.allowed_changes`"""
     on_save: OnSave | None
     """runner of run.on_save, the user's command after a save"""
+    busy: BusyWarning = field(default_factory=BusyWarning)
 
     @cached_property
     def fingerprints(self) -> dict[str, str]:

@@ -4,12 +4,11 @@ per response: its text, its reward and how it was decoded."""
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from tlt.config import Config
@@ -53,20 +52,29 @@ class RunProgress:
     """Progress of a run: the number of tokens so far, including those before a resume, and the estimated seconds of the
     remaining steps. `last` is the metrics line of the step before a resume.
 
-    The estimate is the median of the last steps, so that a slow first step does not change it."""
+    The estimate is the median of the last steps, so that a slow first step does not change it. Work that is done every
+    few steps is estimated apart: its mean time by the number of times that it is left to do."""
 
     def __init__(self, config: Config, last: dict[str, Any] | None = None) -> None:
         self.steps = config.train.steps
         self.tokens_seen: int = (last or {}).get("tokens_seen", 0)
-        self._seconds = deque[float](maxlen=_LAST)
+        self._every = {"eval": config.eval.every, "save": config.run.save_every, "compare": config.run.compare_every}
+        self._seconds: list[Mapping[str, float]] = []  # those of all steps; the time of a save is added later
 
     def add(self, result: StepResult) -> None:
         """Add a step, and set `tokens_seen` and `seconds_left` in its metrics."""
         metrics = result.metrics
         self.tokens_seen += tokens_of(result.groups)
-        self._seconds.append(metrics.seconds["total"])
+        left = self.steps - metrics.step
+        self._seconds.append(metrics.seconds)
         metrics.tokens_seen = self.tokens_seen
-        metrics.seconds_left = (self.steps - metrics.step) * median(self._seconds)
+        metrics.seconds_left = left * median(
+            step["total"] - sum(step.get(phase, 0.0) for phase in self._every) for step in self._seconds[-_LAST:]
+        )
+        for phase, every in self._every.items():
+            taken = [step[phase] for step in self._seconds if phase in step]
+            if every and taken:
+                metrics.seconds_left += fmean(taken) * (left // every)
 
 
 # -- completions -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, NamedTuple, Protocol
 
 from tlt.config import Config, ConfigError
@@ -20,6 +22,7 @@ from tlt_rl import install_hint
 
 _log = logging.getLogger(__name__)
 _IDS = "trackers.json"
+_PATIENCE = 60.0  # longest time in seconds that a call of a tracker may take at the end of the run
 
 
 class Tracker(Protocol):
@@ -106,33 +109,66 @@ def makers_of(config: Config) -> dict[str, Callable[[TrackedRun], Tracker]]:
 
 
 class Trackers:
-    """All trackers of a run. A tracker that fails gets no further metrics. The run continues, because metrics.jsonl is
-    complete."""
+    """All trackers of a run. They log in a thread of their own, so a slow tracker delays no step. A tracker that fails
+    gets no further metrics. The run continues, because metrics.jsonl is complete."""
 
     def __init__(self, makers: Mapping[str, Callable[[TrackedRun], Tracker]], run: TrackedRun) -> None:
         self._open: dict[str, Tracker] = {}
+        self._calls = SimpleQueue[Callable[[], Any] | None]()  # None ends the thread
+        # one thread, because some trackers have one run per thread; a daemon, so that a hanging tracker ends no run
+        self._thread = Thread(target=self._make_calls, name="trackers", daemon=True)
+        self._thread.start()
         for name, make in makers.items():
-            if found := self._guarded(name, partial(make, run)):
-                self._open[name] = found
+            self._calls.put(partial(self._start, name, make, run))
+        started = Event()
+        self._calls.put(started.set)
+        started.wait()
         atexit.register(self.close)  # for a run that ends by an error
+
+    def _start(self, name: str, make: Callable[[TrackedRun], Tracker], run: TrackedRun) -> None:
+        if found := self._guarded(name, lambda: make(run)):
+            self._open[name] = found
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         values = dict(scalars(metrics))
-        for name, tracker in list(self._open.items()):
-            self._guarded(name, partial(tracker.log, step, values))
+        self._for_each(lambda tracker: tracker.log(step, values))
 
     def close(self) -> None:
+        """Close the trackers after they have logged everything. Give up if a call takes more than 60 s."""
         atexit.unregister(self.close)
-        for name, tracker in list(self._open.items()):
-            self._guarded(name, tracker.close)
+        self._for_each(lambda tracker: tracker.close())
+        self._calls.put(None)
+        while self._thread.is_alive():
+            left = self._calls.qsize()
+            self._thread.join(_PATIENCE)
+            if self._thread.is_alive() and self._calls.qsize() == left:
+                _log.warning("a tracker did not answer within %g s: it lacks the last metrics", _PATIENCE)
+                return
+
+    def _make_calls(self) -> None:
+        for call in iter(self._calls.get, None):
+            call()
+
+    def _for_each(self, act: Callable[[Tracker], None]) -> None:
+        """Let the thread call `act` with each tracker."""
+
+        def call() -> None:
+            for name, tracker in list(self._open.items()):
+                self._guarded(name, lambda tracker=tracker: act(tracker))
+
+        self._calls.put(call)
 
     def _guarded(self, name: str, act: Callable[[], Any]) -> Any:
         try:
             return act()
-        except (Exception, SystemExit) as error:  # such as a network, service or disk error; some services exit
-            kind, reason = type(error).__name__, " ".join(str(error).split())[:300]
-            message = "the tracker %s failed (%s: %s) and gets no further metrics; the run continues"
-            _log.warning(message, name, kind, reason)
+        except BaseException as error:  # such as a network, service or disk error; some services call sys.exit
+            reason = " ".join(str(error).split())[:300]
+            _log.warning(
+                "the tracker %s failed (%s: %s) and gets no further metrics; the run continues",
+                name,
+                type(error).__name__,
+                reason,
+            )
             self._open.pop(name, None)
             return None
 

@@ -107,6 +107,7 @@ def _run_steps(run: Run, record: Record, stop: StopRequest) -> dict[str, float]:
                 _save(run)
             result.metrics.seconds["total"] += result.metrics.seconds["save"]
         result.metrics.energy = run.parts.tracer.step_energy()
+        run.busy.warn(done, result.metrics.energy)
         run.parts.tracer.mark("step ends", step=done)
         result.metrics.workers = workers = _trace(run)
         result.metrics.useful_share = useful_share([(workers, result.metrics.rollout)])
