@@ -31,14 +31,9 @@ from typing import Any
 
 POINTS = {
     "tlt.cluster.run_worker": (
-        *(
-            f"RunWorker.{method}"
-            for method in ("decode", "look_ahead", "train_drafter", "evaluate_drafter", "drafter_state", "take_drafter")
-        ),
-        *(
-            f"RunWorker.{method}"
-            for method in ("update", "rollback", "sync", "save", "state", "take_state", "rendezvous")
-        ),
+        *(f"RunWorker.{method}" for method in ("decode", "look_ahead", "train_drafter", "evaluate_drafter")),
+        *(f"RunWorker.{method}" for method in ("take_drafter", "update", "rollback", "sync", "save")),
+        *(f"RunWorker.{method}" for method in ("state", "take_state")),
         "take_weights",
     ),
     "tlt.engine.engine": ("Engine.round", "Engine.draft_with"),
