@@ -11,6 +11,8 @@ from typing import Any
 
 from tlt.cluster.pool import ClusterError, Handle, Pool
 
+log = logging.getLogger(__name__)
+
 BREAKABLE = ("train_drafter", "evaluate_drafter", "look_ahead")
 """methods whose calls can be interrupted; their last argument is the call's number"""
 _SHORT = {
@@ -22,6 +24,10 @@ _SHORT = {
 _LATELY = 5  # number of recent calls of a long method that determine its timeout
 _TIMES = 10.0  # timeout of a long method, as a multiple of its longest recent call
 _UNKNOWN = 12.0  # timeout of the first call of a long method, relative to `patience`; the call may build the model
+_LOG_AFTER = 10.0  # seconds after which a process that has not started is logged
+_POLL_EVERY = 1.0  # seconds between two checks whether left-out workers can return
+_PAUSE = 30.0  # seconds before a worker that was lost too often is tried again; doubled each time
+_LONGEST_PAUSE = 3600.0  # maximum pause in seconds before a lost worker is tried again
 
 
 class PendingCalls:
@@ -110,14 +116,6 @@ class Deadlines:
             return self.patience
         taken = self._taken[method]
         return max(self.patience, _TIMES * max(taken)) if taken else _UNKNOWN * self.patience
-
-
-log = logging.getLogger(__name__)
-
-_LOG_AFTER = 10.0  # seconds after which a process that has not started is logged
-_POLL_EVERY = 1.0  # seconds between two checks whether left-out workers can return
-_PAUSE = 30.0  # seconds before a worker that was lost too often is tried again; doubled each time
-_LONGEST_PAUSE = 3600.0  # maximum pause in seconds before a lost worker is tried again
 
 
 class Capacity:

@@ -26,8 +26,16 @@ from tlt.draft.ahead import Ahead, AheadStore, History
 from tlt.trace import ABSENT, AHEAD, IDLE, SPOT, Tracer
 from tlt.types import Request, Response, RolloutStats, Row
 
+log = logging.getLogger(__name__)
+
 # expected length of a response, as multiples of the length of its own draft and of the longest draft of its group
 _GOES_ON, _ALIKE = 1.5, 0.5
+_JUDGED = 1.0  # seconds of decoding, concurrently with idle work, between two judgements
+_CROWDED = 0.15  # share of these seconds that decoding waits for a free core, from which idle work rests
+_REST = 20.0  # seconds of decoding for which idle work rests; so a trial that slows decoding takes 5 % of the time
+_SLICES = 2  # duration of a call of training or look-ahead, in slices (`cluster.slice_seconds`)
+_LOCAL_SLICE = 0.02  # maximum slice in seconds of a worker in this process, because the driver waits meanwhile
+_HANGS = 30.0  # timeout in seconds for interrupted idle work; a worker that exceeds it is replaced
 
 
 class ComingRequests:
@@ -198,13 +206,6 @@ def by_prompt(rows: Sequence[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-log = logging.getLogger(__name__)
-
-_JUDGED = 1.0  # seconds of decoding, concurrently with idle work, between two judgements
-_CROWDED = 0.15  # share of these seconds that decoding waits for a free core, from which idle work rests
-_REST = 20.0  # seconds of decoding for which idle work rests; so a trial that slows decoding takes 5 % of the time
-
-
 class Crowding:
     """Judgement whether idle work takes cores from workers that decode."""
 
@@ -227,11 +228,6 @@ class Crowding:
             if share >= _CROWDED:
                 self._rest = _REST
                 log.info("decoding waits %.0f %% of its time for a core: idle workers rest for a while", 100 * share)
-
-
-_SLICES = 2  # duration of a call of training or look-ahead, in slices (`cluster.slice_seconds`)
-_LOCAL_SLICE = 0.02  # maximum slice in seconds of a worker in this process, because the driver waits meanwhile
-_HANGS = 30.0  # timeout in seconds for interrupted idle work; a worker that exceeds it is replaced
 
 
 class DecodingRows(Protocol):

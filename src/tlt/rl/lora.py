@@ -22,10 +22,17 @@ from tlt.models.weights import folder_sha256
 from tlt.rl.policy import Policy
 from tlt_rl import install_hint
 
+log = logging.getLogger(__name__)
+
 _ALL = "all-linear"
 _TAKEN = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """names that PEFT takes for those of experts in transformers 4, if the model is a mixture of experts; it then passes
 over a linear layer of this name, such as that of a shared expert"""
+FILE = "adapter_model.safetensors"
+_PEFT = "base_model.model."  # prefix of each name in PEFT's files
+_ADAPTER = "default"
+_TOKENS = 16  # length in tokens of the text on which merged and adapted model are compared
+_ROUNDING = 1e-3  # largest total variation between merged and adapted model that float32 rounding explains
 
 
 @dataclass(frozen=True)
@@ -147,15 +154,6 @@ def import_peft() -> Any:
     except ImportError:
         raise ModelError(f"train.lora needs PEFT: {install_hint('lora')}") from None
     return peft
-
-
-log = logging.getLogger(__name__)
-
-FILE = "adapter_model.safetensors"
-_PEFT = "base_model.model."  # prefix of each name in PEFT's files
-_ADAPTER = "default"
-_TOKENS = 16  # length in tokens of the text on which merged and adapted model are compared
-_ROUNDING = 1e-3  # largest total variation between merged and adapted model that float32 rounding explains
 
 
 class AdaptedPolicy(Policy):

@@ -35,6 +35,8 @@ from tlt.rl.parallel import ProcessGroup
 from tlt.rl.shared_prefix import share_prefixes
 from tlt.types import TrainBatch
 
+BACKWARD_PASSES = 3  # forward and backward pass together take as long as this number of forward passes
+
 
 class _Part(NamedTuple):
     """Rows of a fused weight that belong to one linear layer of the policy."""
@@ -166,9 +168,6 @@ def _segments(micro: MicroBatch) -> list[Segment]:
         found.append(Segment(range(0), end, end := end + prompt))
         found += [Segment(before, end, end := end + own) for own in responses]
     return found
-
-
-BACKWARD_PASSES = 3  # forward and backward pass together take as long as this number of forward passes
 
 
 @contextmanager

@@ -25,6 +25,12 @@ from tlt.rl.parallel import Alone, ProcessGroup, numbers_of, sum_gradients, take
 from tlt.rl.passes import BACKWARD_PASSES, Passes, deterministic
 from tlt.types import TrainBatch
 
+log = logging.getLogger(__name__)
+
+TOTALS = ("loss", "clipped", "kl", "weight")
+"""names of weighted sums over the tokens of an optimizer step"""
+_ONE_IN = 8  # token metrics include one in 8 of the responses without a gradient
+
 
 class TrainedModel:
     """Hugging Face model with AdamW. Master weights are float32, or float64 if `dtype` is float64. If `dtype` is
@@ -144,13 +150,6 @@ class TrainedModel:
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
-
-
-log = logging.getLogger(__name__)
-
-TOTALS = ("loss", "clipped", "kl", "weight")
-"""names of weighted sums over the tokens of an optimizer step"""
-_ONE_IN = 8  # token metrics include one in 8 of the responses without a gradient
 
 
 class Policy(TrainedModel):
