@@ -162,7 +162,7 @@ def _crash() -> None:
 def write_recipe(home: Path, **sections: dict[str, Any]) -> Path:
     """A recipe of the tests' tiny model, prompts and reward."""
     from tlt.config import parse_config
-    from tlt.config.show import resolved
+    from tlt.config.recipe import resolved
 
     sys.path.insert(0, str(ROOT / "tests"))
     tiny_tree = importlib.import_module("tiny").tiny_tree

@@ -20,7 +20,6 @@ LAYERS = (
         "types",
         "config",
         "sampling",
-        "noise_kernel",
         "sampling_kernel",
         "host",
         "cuda_graph",

@@ -13,11 +13,10 @@ from pathlib import Path
 from tlt import __version__
 from tlt.cluster.pool import ClusterError
 from tlt.commands.estimate import add_estimate
-from tlt.commands.evaluation import add_eval
 from tlt.commands.options import GENERATES, OVERRIDES, RECIPE, Parser, joined, output_file, output_folder
-from tlt.commands.training import add_train
+from tlt.commands.training import add_eval, add_train
 from tlt.config import Config, ConfigError, EvalConfig, load_config, load_generation
-from tlt.config.show import SECTIONS, commented, resolved
+from tlt.config.recipe import SECTIONS, commented, resolved
 from tlt.files import refuse_to_overwrite
 from tlt.progress import loading, shown
 from tlt.report import add_report

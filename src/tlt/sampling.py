@@ -52,9 +52,9 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     `seeds` [M] int64 holds the 64 bits of the seed (two's complement), `positions` [M] the position in the response.
     """
     if has_kernel(seeds.device):
-        from tlt import noise_kernel
+        from tlt import sampling_kernel
 
-        return noise_kernel.gumbel_noise(seeds, positions, vocab_size)
+        return sampling_kernel.gumbel_noise(seeds, positions, vocab_size)
     if seeds.device.type != "cpu":
         return _gumbel(philox_words(seeds, positions, vocab_size)).float()
     out = torch.empty(len(seeds), vocab_size)
@@ -65,14 +65,14 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 @cache
 def has_kernel(device: torch.device) -> bool:
-    """Return whether `noise_kernel` runs on this device. Triton needs a C compiler and a GPU that it supports."""
+    """Return whether `sampling_kernel` runs on this device. Triton needs a C compiler and a GPU that it supports."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return False
-    from tlt import noise_kernel
+    from tlt import sampling_kernel
 
     try:
         zero = torch.zeros(1, dtype=torch.int64, device=device)
-        noise_kernel.gumbel_noise(zero, zero, 1)
+        sampling_kernel.gumbel_noise(zero, zero, 1)
     except Exception as error:
         log.warning("Triton does not run on %s, so PyTorch computes the noise, which takes longer: %s", device, error)
         return False

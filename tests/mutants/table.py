@@ -472,7 +472,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("spot.unroll", "spot/test_trainer.py"): [
         ("_blocks", "compare", 1, "The attention window in training is that of inference."),
     ],
-    ("spot.drafter_losses", "spot/test_drafter_losses.py"): [
+    ("spot.unroll", "spot/test_unroll.py"): [
         ("draft_loss", "drop", 2, "A loss under way can be interrupted."),
     ],
     ("spot.schedule", "spot/test_schedule.py"): [

@@ -15,8 +15,7 @@ from tiny import read_completions, tiny_config, train
 from tlt import cli
 from tlt.report import ReportError, write_report, write_report_or_warn
 from tlt.report import page as page_module
-from tlt.report.page import advice, useful_share, worker_seconds
-from tlt.report.read import FILES, read_run
+from tlt.report.page import FILES, advice, read_run, useful_share, worker_seconds
 from tlt.run.record import runs_of
 
 

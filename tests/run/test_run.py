@@ -23,7 +23,7 @@ from tlt.draft.ahead import History
 from tlt.loop import StepResult
 from tlt.metrics import MetricsWriter, read_metrics
 from tlt.models.weights import read_safetensors, sha256
-from tlt.report.read import read_run
+from tlt.report.page import read_run
 from tlt.rl.policy import Policy
 from tlt.run import train as run_module
 from tlt.run.display import Display

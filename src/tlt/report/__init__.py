@@ -21,8 +21,7 @@ class ReportError(ValueError):
 def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the page about the run in `folder`, and return its path. By default the path is report.html in that folder.
     Raises ReportError."""
-    from tlt.report.page import page_of
-    from tlt.report.read import FILES, read_run
+    from tlt.report.page import FILES, page_of, read_run
 
     if not any((folder / name).exists() for name in FILES):
         raise ReportError(f"{folder} is not the folder of a run: give the run.folder of its recipe")

@@ -18,7 +18,7 @@ from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.learned import EagleDrafter
-from tlt.draft.quantized import QuantizedDrafter
+from tlt.draft.quantized import QuantizedDrafter, can_quantize
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
 from tlt.engine.drafters import all_drafters, make_drafters
@@ -29,7 +29,6 @@ from tlt.engine.tuner import Fixed, Tuner
 from tlt.environments.episodes import Turns
 from tlt.loop import Rollout, Trainable
 from tlt.models.decoder import Decoder
-from tlt.models.int8 import can_quantize
 from tlt.rl.policy import Policy
 from tlt.spelling import Detokenizer
 from tlt.types import Request, Response, RolloutStats

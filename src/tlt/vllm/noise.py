@@ -251,9 +251,9 @@ def score_writer(device: torch.device) -> WriteScores:
     PyTorch."""
     if not has_kernel(device):
         return write_scores
-    from tlt import noise_kernel
+    from tlt import sampling_kernel
 
-    return noise_kernel.write_scores
+    return sampling_kernel.write_scores
 
 
 def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt.spot import drafter_losses
+from tlt.spot import unroll
 
 
 def guesses() -> dict[str, Tensor]:
@@ -20,7 +20,7 @@ def guesses() -> dict[str, Tensor]:
 @pytest.mark.parametrize("rows", [1, 2, 4, 100])
 def test_value_and_gradient_equal_those_of_the_plain_sum(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """The twin computes each draft token alone, and leaves the gradient to autograd."""
-    monkeypatch.setattr(drafter_losses, "LOGITS", rows * 11)
+    monkeypatch.setattr(unroll, "LOGITS", rows * 11)
     given, of = guesses(), guesses()["outs"].requires_grad_()
     distributions = torch.softmax(given["teacher"] @ given["known"].T, -1)[given["at"]]
     log_q = torch.log_softmax(of @ given["head"].T, -1)
@@ -28,7 +28,7 @@ def test_value_and_gradient_equal_those_of_the_plain_sum(monkeypatch: pytest.Mon
     plain = torch.stack(each) @ given["weights"]
     (wanted,) = torch.autograd.grad(3.0 * plain, of)
     outs = given.pop("outs").requires_grad_()
-    value, overlap = drafter_losses.draft_loss(outs, **given)
+    value, overlap = unroll.draft_loss(outs, **given)
     (found,) = torch.autograd.grad(3.0 * value, outs)
     assert value.item() == pytest.approx(plain.item())
     assert torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)
@@ -36,7 +36,7 @@ def test_value_and_gradient_equal_those_of_the_plain_sum(monkeypatch: pytest.Mon
 
 
 def test_it_can_be_interrupted_between_two_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_losses, "LOGITS", 3 * 11)
+    monkeypatch.setattr(unroll, "LOGITS", 3 * 11)
     looks = list[int]()
-    drafter_losses.draft_loss(**guesses(), check_stop=lambda: looks.append(1))
+    unroll.draft_loss(**guesses(), check_stop=lambda: looks.append(1))
     assert len(looks) == 3

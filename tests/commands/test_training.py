@@ -1,4 +1,4 @@
-"""`tlt eval` gives the figures of the run's own evaluation, also for other prompts."""
+"""`tlt eval` gives the figures of the run's own evaluation, and `tlt train --check` neither trains nor writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import QUESTIONS, tiny_config, train
+from tiny import QUESTIONS, tiny_config, tiny_tree, train, write_recipe
 
 from tlt.cli import main
 
@@ -67,3 +67,51 @@ def test_mistakes_are_one_sentence(home: Path, words: list[str], said: str, caps
         main(["eval", *(word.replace("HOME", str(home)) for word in words)])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def checked(place: Path, *words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(place / "recipe.toml"), "--check", *words])
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    write_recipe(tmp_path / "recipe.toml", tiny_tree(tmp_path))
+    return tmp_path
+
+
+def test_a_good_recipe_is_shown_and_nothing_is_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(place.rglob("*"))
+    assert checked(place) == 0
+    said = capsys.readouterr().out
+    assert "the first prompt, as the model sees it:\ntwo and two\n" in said
+    assert "all checks passed: this recipe can train for" in said
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--data.prompt_column=nothing"], "set data.prompt_column to one of its columns"),
+        (["--reward.name=reasoning_gym"], "reasoning_gym"),
+        (
+            ["--train.micro_batch_tokens=10000000", "--rollout.max_new_tokens=400", "--rollout.group_size=9000"],
+            "memory",
+        ),
+        (["--resume"], "--check is for a new run: leave out --resume"),
+    ],
+)
+def test_a_fault_is_found(place: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert checked(place, *words) == 2
+    assert said in capsys.readouterr().err
+    assert not (place / "run").exists()
+
+
+def test_too_little_memory_is_found(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tlt.rl.dry_run.free_bytes", lambda device: 1000)
+    assert checked(place) == 2
+    assert "an update does not fit the memory of cpu" in capsys.readouterr().err
