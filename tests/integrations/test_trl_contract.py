@@ -128,7 +128,9 @@ def test_the_engine_has_the_given_options_and_trls_dtype(folder: Path) -> None:
     for bf16, dtype in ((True, torch.bfloat16), (False, torch.float64)):
         mine = Rollout(speculation={"drafter": "off"}, engine={"max_rows": 2})
         mine(PROMPTS, FakeTrainer(folder, bf16=bf16))
-        assert mine._process.worker.engine.config.max_rows == 2
+        engine = mine._process.worker.engine
+        assert engine.config.max_rows == 2
+        assert engine.memory.longest == 1024 + 12
         assert mine._process.target.dtype == dtype
 
 

@@ -24,7 +24,7 @@ from tlt.rl.parity import check_wide_parity, take_weights
 from tlt.rl.policy import Policy, trained_parameters
 from tlt.rl.sharded import ShardedPolicy, make_policy
 from tlt.spot.spot_worker import SpotWorker
-from tlt.types import TrainBatch
+from tlt.types import Prompt, Request, SamplingParams, TrainBatch
 
 CPU = torch.device("cpu")
 _MARGIN = 1.2  # on the measured memory of an update, because free memory is in pieces
@@ -83,7 +83,11 @@ class RunWorker(Worker):
         self.policy.shard_over(self.membership.enter(rendezvous, rank, size))
 
     def check_at_start(self, longest_prompt: int) -> Exactness:
-        """Return whether the engine is exact. Raise ConfigError if an update does not fit the memory."""
+        """Return whether the engine is exact. Raise ValueError if the longest possible sequence does not fit the
+        key-value cache, or an update the memory."""
+        params = SamplingParams(max_new_tokens=self.config.rollout.max_new_tokens)
+        self.engine.submit([Request(Prompt(0, "", (0,) * longest_prompt), 0, 0, 0, params)])
+        self.engine.release_requests([0])
         self.engine.release()
         self._needed = dry_run(self.policy, self.config, longest_prompt)
         return check_exactness(self.target)

@@ -65,8 +65,8 @@ class Scheduler:
             takes = rounded_up(longest + self.headroom, self.cache.store.key_counts)
             raise ValueError(
                 f"one sequence of {longest} tokens, with room for {self.headroom} draft tokens, takes {takes} tokens "
-                f"of the key-value cache, which has {self.cache.bound_tokens}: raise engine.kv_memory_mb or lower "
-                "rollout.max_new_tokens"
+                f"of the key-value cache, which has {self.cache.bound_tokens}: raise engine.kv_memory_mb, or lower "
+                "engine.max_rows or rollout.max_new_tokens"
             )
 
     def admit(self, most_ahead: int) -> list[Row]:

@@ -19,14 +19,15 @@ from tlt.spelling import Detokenizer
 
 
 def recipe_of(
-    model: str, folder: str, seed: int, workers: int, speculation: SpeculationConfig, engine: EngineConfig
+    model: str, folder: str, seed: int, workers: int, new: int, speculation: SpeculationConfig, engine: EngineConfig
 ) -> Config:
-    """Return a configuration for decoding. `folder` is the run's folder. The data and reward sections are placeholders,
-    because the other trainer (TRL or verl) handles prompts, rewards and the update."""
+    """Return a configuration for decoding. `folder` is the run's folder. `new` is the largest length of a response in
+    tokens. The data and reward sections are placeholders, because TRL handles prompts, rewards and the update."""
     tree = {
         "model": {"path": model},
         "data": {"path": "-"},
         "reward": {"name": "exact"},
+        "rollout": {"max_new_tokens": new},
         "cluster": {"workers": workers},
         "run": {"folder": folder, "seed": seed},
     }

@@ -204,7 +204,8 @@ class _Others:
 def _config(trainer: Any, speculation: SpeculationConfig, engine: EngineConfig) -> Config:
     args, processes = trainer.args, trainer.accelerator.num_processes
     folder = f"{args.output_dir}/tlt/{trainer.accelerator.process_index}"
-    return recipe_of(trainer.model.name_or_path or "-", folder, args.seed, processes, speculation, engine)
+    model, new = trainer.model.name_or_path or "-", args.max_completion_length
+    return recipe_of(model, folder, args.seed, processes, new, speculation, engine)
 
 
 def _completions(requests: Sequence[Request], responses: Sequence[Response]) -> dict[str, Any]:
