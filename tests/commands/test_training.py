@@ -118,9 +118,9 @@ def test_too_little_memory_is_found(
 
 
 def test_a_cache_too_small_for_the_longest_response_is_found(
-    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tlt.engine.memory.cache_tokens", lambda *sizes: 40)
-    assert checked(home) == 2
+    assert checked(place) == 2
     remedy = "raise engine.kv_memory_mb, or lower engine.max_rows or rollout.max_new_tokens"
     assert f"of the key-value cache, which has 40: {remedy}" in capsys.readouterr().err
