@@ -20,8 +20,7 @@ from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options, read_config
 from tlt.types import Request
 from tlt.verify.oracle import causal_hidden, last_logits
-from tlt.vllm.runner_v1 import Proposer
-from tlt.vllm.worker_extension import WorkerExtension
+from tlt.vllm.worker_extension import Proposer, WorkerExtension
 
 CPU = torch.device("cpu")
 
@@ -324,7 +323,7 @@ def install(monkeypatch: Any) -> list[LLM]:
     for name, module in modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("tlt.vllm.target._start", start)
-    for module in ("target", "runner_v1"):
+    for module in ("target", "worker_extension"):
         monkeypatch.setattr(f"tlt.vllm.{module}.require_vllm", lambda: None)
     monkeypatch.setattr("tlt.vllm.target.vllm_version", lambda: "0.32.0")
     return started

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from tlt.sampling import lowest_temperature
 
-_LANES = 256  # Philox counters per program, each for four tokens
-# fused multiply-add changes no bit, because each product is exact
+_LANES = 256  # Philox counters per program of the noise, each for four tokens
+_BLOCK = 2048  # tokens per program of the sampling
+# Code is not compiled for particular values of these arguments, because it could round in another way.
+_COUNTS = ("new", "vocab_size", "stride", "blocks")
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
@@ -83,14 +85,10 @@ def _write(into, of, tokens, words, share, vocab_size):
 
 @triton.jit
 def gumbel(words):
-    """Return the noise of 32-bit words, in float32."""
+    """Return the noise of 32-bit words, in float32. A fused multiply-add changes no bit, because each
+    product is exact."""
     u = (words.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32: 1 - u is exact
     return (-tl.log(-tl.log(1.0 - u))).to(tl.float32)
-
-
-_BLOCK = 2048  # tokens per program
-# Code is not compiled for particular values of these arguments, because it could round in another way.
-_COUNTS = ("new", "vocab_size", "stride", "blocks")
 
 
 def sample(logits: Tensor, seeds: Tensor, times: Tensor, temperature: Tensor) -> Tensor:

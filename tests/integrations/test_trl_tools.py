@@ -17,7 +17,7 @@ from tlt.config import EngineConfig
 from tlt.engine.engine import Engine
 from tlt.integrations import UnsupportedError
 from tlt.integrations.trl import Rollout
-from tlt.integrations.trl_tools import ToolTurns, refuse_other_methods
+from tlt.integrations.trl_terms import ToolTurns, refuse_other_methods
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")

@@ -15,8 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from integrations.real_trl import run
 
-from tlt.integrations.trl import Rollout
-from tlt.integrations.trl_weights import Trained
+from tlt.integrations.trl import Rollout, Trained
 
 PARTS = {"per_device_train_batch_size": 2, "ddp_backend": "gloo"}
 HARD = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 3}

@@ -248,7 +248,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("rl.logprobs", "rl/test_parallel.py"): [
         ("exchange", "drop", 2, "All members have all log-probs."),
     ],
-    ("integrations.trl_tools", "integrations/test_trl_tools.py"): [
+    ("integrations.trl_terms", "integrations/test_trl_tools.py"): [
         ("ToolTurns.begin", "drop", 2, "Turns are numbered from the first of their generation."),
         ("ToolTurns._request", "operand", 1, "A turn has at most what is left of max_completion_length."),
     ],

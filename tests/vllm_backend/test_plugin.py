@@ -54,7 +54,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.worker"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setattr(plugin, "vllm_version", lambda: "0.32.0")
-    monkeypatch.setattr("tlt.vllm.runner_v1.require_vllm", lambda: None)
+    monkeypatch.setattr("tlt.vllm.worker_extension.require_vllm", lambda: None)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     return SimpleNamespace(Processor=Processor, Runner=Runner, platform=platform)
 

@@ -19,9 +19,9 @@ from small import Target
 from tlt.config import EngineConfig
 from tlt.engine.engine import Engine
 from tlt.types import Prompt, Request, Response, SamplingParams
-from tlt.vllm import runner_v1
+from tlt.vllm import worker_extension
 from tlt.vllm.noise import KEY, Draw, NoiseTable
-from tlt.vllm.runner_v1 import NoisySampling
+from tlt.vllm.worker_extension import NoisySampling
 
 SAMPLINGS = {
     "temperature 1": SamplingParams(max_new_tokens=12),
@@ -50,7 +50,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> type:
 
 @pytest.fixture
 def tested_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_v1, "require_vllm", lambda: None)
+    monkeypatch.setattr(worker_extension, "require_vllm", lambda: None)
 
 
 def requests(samplings: Sequence[SamplingParams]) -> list[Request]:

@@ -26,6 +26,7 @@ from tlt.config.sections import Config, GenerationConfig
 from tlt.files import decoded, errors_as, is_text
 
 S = TypeVar("S", bound=BaseModel)
+_WIDTH = 100  # of comments, in characters
 _FORMS = {"list_type": '["a", "b"]', "dict_type": '{ name = "a" }'}
 """error of pydantic for a field that needs a list or a table -> example of its form in TOML"""
 
@@ -253,7 +254,6 @@ def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[st
 SECTIONS: dict[str, type[BaseModel]] = {
     name: section for name, field in Config.model_fields.items() if (section := section_class(field))
 }
-_WIDTH = 100
 
 
 def commented(section: str | None = None) -> str:

@@ -45,7 +45,7 @@ class BackendEntry(NamedTuple):
 
 BACKENDS = {
     "tlt": BackendEntry("tlt.engine.own_backend:OwnBackend"),
-    "vllm": BackendEntry("tlt.vllm.vllm_backend:VllmBackend"),
+    "vllm": BackendEntry("tlt.vllm.vllm_engine:VllmBackend"),
 }
 # With the learned drafter, values of `min_chance` from 0.2 to 0.4 were equally fast at batch sizes 1 and 4, and 0.5 was
 # slower.

@@ -29,6 +29,15 @@ from tlt.spot.unroll import LOGITS, Pack, draft_loss, draft_overlap, logits, pac
 
 _RIDGE = 1e-3  # fraction of the mean second moment that is added to the diagonal in the regression
 _FLOOR = 0.1  # the same for the whitening; larger, because other prompts have directions that the sample lacks
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_FC = "fc.weight"
+_EVERY = 4  # one in this many entries is the root of a chain that is trained beyond its first draft token
+_FEATURE_WEIGHT = 16.0  # weight of the distance to the target's hidden states in the loss (EAGLE: 10)
+_COUNTED = 2048  # number of entries from which the draft vocabulary is chosen
+_DECAY = 0.4  # weight of each draft token of a chain in the loss, relative to the one before
+_WARMUP_STEPS = 20  # steps over which the learning rate rises linearly
+_MAX_GRAD_NORM = 0.5
+_LATELY = 10  # number of steps that the running mean `reach` covers
 
 
 class Moments:
@@ -103,17 +112,6 @@ def _of_sequence(exactly: Sequence[Sequence[float]], firsts: Sequence[float]) ->
         rounds += begins[i] * share
         first += begins[i] * share * firsts[i]
     return rounds, first
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_FC = "fc.weight"
-_EVERY = 4  # one in this many entries is the root of a chain that is trained beyond its first draft token
-_FEATURE_WEIGHT = 16.0  # weight of the distance to the target's hidden states in the loss (EAGLE: 10)
-_COUNTED = 2048  # number of entries from which the draft vocabulary is chosen
-_DECAY = 0.4  # weight of each draft token of a chain in the loss, relative to the one before
-_WARMUP_STEPS = 20  # steps over which the learning rate rises linearly
-_MAX_GRAD_NORM = 0.5
-_LATELY = 10  # number of steps that the running mean `reach` covers
 
 
 class Interrupted(Exception):

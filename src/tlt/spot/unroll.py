@@ -27,6 +27,7 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import Harvest
 
 _QUERIES = 256  # maximum number of queries in a block of attention
+LOGITS = 1 << 22  # maximum number of logits that are computed at a time (a chunk)
 
 
 class Pack(NamedTuple):
@@ -218,9 +219,6 @@ def _rotate_halves(x: Tensor, cos_sin: tuple[Tensor, Tensor], positions: Tensor)
 
 
 # -- loss --------------------------------------------------------------------------------------------------------------
-
-
-LOGITS = 1 << 22  # maximum number of logits that are computed at a time (a chunk)
 
 
 def logits(x: Tensor, head: Tensor) -> Tensor:

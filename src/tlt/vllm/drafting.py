@@ -1,7 +1,7 @@
 """Drafts for the rows that a vLLM model runner decodes: tlt's drafters, look-ahead and tuner, on the hidden states of
 the runner's passes.
 
-This module does not import vLLM. `runner_v1.py` connects it with the runner.
+This module does not import vLLM. `worker_extension.py` connects it with the runner.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _wraps_v1() -> bool:
 
 def _with_noise(original: Any) -> Any:
     def _sample(runner: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        from tlt.vllm.runner_v1 import NoisySampling
+        from tlt.vllm.worker_extension import NoisySampling
 
         return NoisySampling(runner)(logits, spec_decode_metadata)  # this replaces runner._sample, so it runs once
 

@@ -54,7 +54,7 @@ def is_tested(found: str) -> bool:
 
 PROCESSOR = "tlt.vllm.processor:SharedNoise"
 EXTENSION = "tlt.vllm.worker_extension.WorkerExtension"
-PROPOSER = "tlt.vllm.runner_v1.Proposer"
+PROPOSER = "tlt.vllm.worker_extension.Proposer"
 OURS = ("speculative_config", "worker_extension_cls", "logits_processors")
 """arguments of vLLM that tlt sets in another framework's vLLM"""
 WIDEST = 32
