@@ -309,7 +309,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("_call", "never", 4, "Arguments under another key are not dropped."),
         ("_is_read", "constant", 1, "A call that does not come back is a fault."),
     ],
-    ("rewards.processes", "rewards/test_processes.py"): [
+    ("rewards.isolated", "rewards/test_inherited_state.py"): [
         ("make_usual", "constant", 0, "User code has the usual start method of multiprocessing."),
         ("_handle_signals", "argument", 6, "A forked process can be terminated at once."),
         ("_survive", "operand", 1, "A call whose programs a signal ended is repeated."),

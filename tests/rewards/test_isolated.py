@@ -16,8 +16,8 @@ from tiny import of_one_term
 
 from tlt.config import Config, parse_config
 from tlt.rewards import AtOnce, make_reward
-from tlt.rewards.isolated import IsolatedScore, Verdict, score, score_all
-from tlt.rewards.scores import Answer, Term, make_terms, one_by_one
+from tlt.rewards.isolated import IsolatedScore, Verdict
+from tlt.rewards.scores import Answer, Term, make_terms, one_by_one, score, score_all
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 PROMPT = Prompt(5, "the question", (1,), {"answer": "7"})

@@ -20,9 +20,9 @@ from tiny import of_one_term
 from tlt.config import Config, parse_config
 from tlt.rewards import Reward, RewardError, Scored, make_reward
 from tlt.rewards.answers import Answer
-from tlt.rewards.isolated import IsolatedScore, Verdict, score, score_all
+from tlt.rewards.isolated import IsolatedScore, Verdict
 from tlt.rewards.score_pool import ScorePool
-from tlt.rewards.scores import make_terms
+from tlt.rewards.scores import make_terms, score, score_all
 from tlt.types import Prompt, Request, Response, SamplingParams
 
 PROMPT = Prompt(5, "the question", (1,), {"answer": "7", "task": "sums"})

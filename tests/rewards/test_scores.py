@@ -14,8 +14,7 @@ from tiny import of_one_term
 from tlt.config import Config, parse_config
 from tlt.data.prompts import load_prompts
 from tlt.rewards.answers import Answer, RewardError, extract_answer
-from tlt.rewards.isolated import score, score_all
-from tlt.rewards.scores import RAISES_ON_MALFORMED, Score, make_terms
+from tlt.rewards.scores import RAISES_ON_MALFORMED, Score, make_terms, score, score_all
 from tlt.types import Prompt
 
 

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 from tlt.config import Config
 from tlt.config.registry import REWARDS
 from tlt.rewards.answers import Answer, RewardError, extract_answer, is_blank, is_mathematics, right_answers
-from tlt.rewards.isolated import IsolatedScore, score
+from tlt.rewards.isolated import IsolatedScore
 from tlt.rewards.score_pool import ScorePool
-from tlt.rewards.scores import Term, make_terms, sources_sha256
+from tlt.rewards.scores import Term, make_terms, score, sources_sha256
 from tlt.rewards.verdicts import FaultLog, Verdict
 from tlt.types import Prompt, Response
 

@@ -1,5 +1,6 @@
 """Built-in reward functions f(prompt, answer) -> float, and functions that load those of the user.
-`tlt.config.registry` lists the names of the built-in ones. This module does not import torch."""
+`tlt.config.registry` lists the names of the built-in ones. The values of a response become its `Verdict`. This module
+does not import torch."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from tlt.config.registry import REWARDS, maker
 from tlt.data.prompts import task_dataset
 from tlt.rewards.answers import Answer, RewardError, equal, right_answers, same
 from tlt.rewards.user_calls import AT_ONCE, AsyncCalls, Fill, fills
+from tlt.rewards.verdicts import LARGEST, Verdict, number
 from tlt.types import Prompt
 from tlt.wording import counted
 from tlt_rl import install_hint
@@ -275,3 +277,39 @@ def imported(path: str, folder: str, field: str, form: str) -> Callable[..., Any
 def _not_imported(path: str, field: str, form: str, error: Exception) -> RewardError:
     problem = f"{field} = {path!r} cannot be imported ({type(error).__name__}: {error})"
     return RewardError(f"{problem}: correct the file or the name, whose form is {form!r}")
+
+
+# -- verdicts ----------------------------------------------------------------------------------------------------------
+
+
+def score(terms: Sequence[Term], prompt: Prompt, answer: Answer) -> Verdict:
+    return score_all(terms, [(prompt, answer)])[0]
+
+
+def score_all(terms: Sequence[Term], asked: Sequence[tuple[Prompt, Answer]]) -> list[Verdict]:
+    """Return a verdict for each (prompt, answer). The reward is the weighted sum of the terms' scores. A term that
+    returns None is left out. If a term fails, its `if_fails` decides whether the reward is missing or the term is left
+    out."""
+    columns = [term.scores(asked) for term in terms]
+    return [_verdict(terms, values) for values in zip(*columns, strict=True)]
+
+
+def _verdict(terms: Sequence[Term], values: Sequence[Any]) -> Verdict:
+    """Return the verdict of one response from the values of its terms. A value is a number, None or an exception."""
+    reward, scores, failed = 0.0, dict[str, float](), None
+    for term, value in zip(terms, values, strict=True):
+        if value is None:
+            continue
+        score, fault = number(value)
+        if fault and term.if_fails == "response":
+            return fault
+        if fault:
+            failed = fault
+            continue
+        scores[term.name] = score
+        reward += term.weight * score
+    if not scores:
+        return failed or Verdict(None, "does not apply", "each term returned None")
+    if not abs(reward) <= LARGEST:
+        return Verdict(None, "not a number", f"the sum of its terms is {reward}")
+    return Verdict(reward, scores=scores)

@@ -78,7 +78,7 @@ def test_plain_functions_do_not_share_the_event_loop_of_async_ones() -> None:
 
 
 READS = """
-from test_processes import IsolatedScore, config, judged
+from test_inherited_state import IsolatedScore, config, judged
 if __name__ == "__main__":
     isolated = IsolatedScore(config("reads_its_input"))
     print(judged(isolated))
