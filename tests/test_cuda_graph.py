@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_graph import fake_graphs
+from fake_graph import FakeStream, fake_graphs
 from torch import Tensor
 
-from tlt.cuda_graph import CaptureError, Replayed, rounded_up
+from tlt.cuda_graph import CaptureError, Replayed, _shared, rounded_up
 
 
 def test_a_count_is_rounded_up_to_one_of_few_shapes() -> None:
@@ -48,6 +48,23 @@ def test_all_captures_use_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
                 one(lambda: (torch.zeros(1),))
     assert len(used) == 4  # the shared memory has its own capture
     assert len(set(used)) == 1
+
+
+def test_a_capture_follows_earlier_work_and_no_collection_disturbs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, device = list[Any](), torch.device("cuda")
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: log.append((stream, other)))
+
+    def compute() -> tuple[Tensor, ...]:
+        log.append(gc.isenabled())
+        return (torch.zeros(1),)
+
+    with fake_graphs():
+        one, (stream, _) = Replayed(device), _shared(device)
+        for _ in range(3):
+            one(compute)
+    at_first, (capturing, _), in_capture, (_, awaited) = log
+    assert (at_first, in_capture) == (True, False)
+    assert capturing is awaited is stream
 
 
 @pytest.mark.parametrize("waits", [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0])])

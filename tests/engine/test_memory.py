@@ -68,6 +68,28 @@ def test_cache_tokens_of_a_size_and_of_a_share(monkeypatch: pytest.MonkeyPatch) 
     assert cache_tokens("auto", shape) == 1
 
 
+def test_memory_that_pytorch_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in {"memory_reserved": 50, "memory_allocated": 20, "mem_get_info": (100, 999)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    assert free_bytes(torch.device("cuda")) == 100 + 50 - 20
+
+
+def test_the_noise_of_a_rollout_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache of the next rollout and the update need its memory."""
+    engine, seen = Engine(make_model().decoder, EngineConfig()), list[int]()
+    monkeypatch.setattr(memory, "free_bytes", lambda device: seen.append(engine.rollout.noise.ring.nbytes) or MIB)
+    asked = [Request(Prompt(0, "", (1, 2)), 0, 0, 5, SamplingParams(max_new_tokens=3))]
+    for _ in range(2):
+        list(engine.generate(asked))
+        assert engine.rollout.noise.ring.nbytes
+    assert seen
+    assert not any(seen)
+    engine.release()
+    assert not engine.rollout.noise.ring.nbytes
+    engine.submit(asked)
+    assert engine.round() == [], "a released engine goes on"
+
+
 def test_memory_for_other_purposes_is_left_free_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "free_bytes", lambda device: 100_000)
     on_cpu = HeadShape(2, 4, 2, 8, torch.float32, CPU)
@@ -148,6 +170,8 @@ def test_the_number_of_rows_follows_from_the_hosts_memory_and_changes_no_token(
         engine = Engine(target, EngineConfig(max_rows=max_rows), longest=longest)
         engine.start(())
         assert engine.rollout.scheduler.max_rows == (8 if max_rows == "auto" else 3)
+        rows, _, noise = engine.memory._replace(vocab_size=2**20).sizes(0, 1)
+        assert noise.width == 64 // rows, "256 MiB of noise"
         found.append({response.request.seed: response for response in engine.generate(requests)})
     assert found[0] == found[1]
 

@@ -118,7 +118,7 @@ class Engine(Generates):
         begun = self.busy or self.looks_ahead or self.stats.rounds or self._in_round
         if begun or self.target.version != self.rollout.version:
             self.keep_ahead()
-            self.rollout.noise.ring = torch.empty(0)  # its memory is free when the cache's limit is set
+            self.rollout.noise.release()  # before the cache's limit is set
             self.rollout, self._in_round = self._new_rollout(), False
         self.submit(requests)
 
@@ -166,8 +166,9 @@ class Engine(Generates):
         return Engine(self.target, self.config, detokenize=self.detokenize, longest=self.memory.longest)
 
     def release(self) -> None:
-        """Free the memory of the key-value cache until the next rollout. Call this between two rollouts."""
+        """Free the memory of cache and noise until the next rollout. Call this between two rollouts."""
         self.look_ahead(())
+        self.rollout.noise.release()
         self.cache.release()
 
     @property

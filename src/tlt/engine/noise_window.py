@@ -52,6 +52,10 @@ class NoiseWindow:
             per_row[place] = per_row[last]
             per_row.pop()
 
+    def release(self) -> None:
+        """Free the memory of the noise, after a rollout."""
+        self.ring = self.ring.new_zeros(0, *self.ring.shape[1:])
+
     @torch.inference_mode()
     def prepare(self, positions: Sequence[int], depth: int) -> None:
         """Ensure that the ring has the noise of positions[b] .. positions[b] + depth of every row b. If a position of
