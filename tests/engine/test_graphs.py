@@ -167,7 +167,12 @@ def test_graphs_are_freed_with_the_cache_whose_addresses_they_have(target: Decod
 
 def model_of(seed: int, **changes: Any) -> Any:
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    return qwen3(seed, **sizes | changes)
+    model = qwen3(seed, **sizes | changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:  # norms and biases, which begin as ones and zeros
+                parameter += torch.rand_like(parameter)
+    return model
 
 
 def with_graphs(model: Any) -> Decoder:
