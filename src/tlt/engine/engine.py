@@ -48,8 +48,7 @@ class Engine(Generates):
     `detokenize` is needed for stop strings. `layout` says which hidden states of the target are kept for each active
     row. `on_harvest` is called with them when a row has `layout.window` new ones, and when a response ends. `store` has
     look-ahead drafts, which a row uses instead of the drafter. `kv_tokens`: limit of the key-value cache in tokens
-    (default: by `config.kv_memory_mb`). `longest`: number of tokens of the longest possible sequence, by which
-    `config.max_rows = "auto"` finds the number of rows (0: not known).
+    (default: by `config.kv_memory_mb`). `longest`: longest sequence in tokens, for `max_rows = "auto"` (0: not known).
     """
 
     def __init__(
