@@ -40,8 +40,8 @@ class SpeculationConfig(Section):
 
     drafter: str = "adaptive"
     """Drafter of a run. `adaptive` chooses the fastest strategy for each round, which may be plain decoding.
-    `eagle` (learned), `quantized` (the model itself with int8 weights, on
-    CPUs) and `suffix` (model-free) always draft. `off` never drafts."""
+    `eagle` (learned), `quantized` (the model itself with int8 weights, on CPUs) and `suffix` (model-free) always draft.
+    `off` never drafts."""
     path: str | None = None
     """Folder of a learned drafter, as made by `tlt draft train`. A relative path is looked up in the recipe's folder
     first, then in the working directory."""
