@@ -171,11 +171,11 @@ def test_a_withdrawn_request_leaves_but_a_look_ahead_row_of_its_seed_stays() -> 
     scheduler = scheduler_of(4096, max_rows=8, new=1)
     scheduler.look_ahead({1: Row(request(1, 2, 8), ahead=True)}, most=8)
     admit(scheduler, 8)
-    scheduler.submit([request(2, 2, 8), request(3, 2, 8)])
+    scheduler.submit([request(2, 2, 8), request(3, 2, 8), request(5, 2, 8)])
     admit(scheduler)
     scheduler.submit([request(4, 2, 8)])
-    left = scheduler.withdraw([1, 2, 4])
-    assert sorted(row.request.seed for row in left) == [2, 4]
+    left = scheduler.withdraw([1, 2, 4, 5])
+    assert sorted(row.request.seed for row in left) == [2, 4, 5]
     assert [(row.request.seed, row.ahead) for row in scheduler.rows] == [(1, True), (3, False)]
     assert not scheduler.waiting
 
