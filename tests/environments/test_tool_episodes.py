@@ -28,7 +28,7 @@ CALLS = [Call("add", {"first": 2, "second": 3}), Call("look_up", {"word": "é"},
 class InThisProcess(AtOnce):
     """Stand-in for a pool of processes."""
 
-    def __init__(self, start: Any, computing: int | None) -> None:
+    def __init__(self, start: Any) -> None:
         super().__init__(dict)
         config, *_, opens = start.args
         answer_all, _ = opens(config, ())
