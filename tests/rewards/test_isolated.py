@@ -164,6 +164,16 @@ def test_a_reward_that_hangs_is_killed_and_its_process_replaced() -> None:
     isolated.close()
 
 
+def test_a_process_with_many_zombies_is_replaced() -> None:
+    """They would fill the process table of the machine in a long run."""
+    isolated = IsolatedScore(config("tiny_programs:leaves_orphans"))
+    process = judged(isolated, "100").reward
+    isolated._check_at = 0.0  # as after a second
+    assert judged(isolated, "0").reward == process
+    assert judged(isolated, "0").reward != process
+    isolated.close()
+
+
 def test_an_async_call_that_hangs_does_not_end_its_process() -> None:
     """The process may have environments of other episodes."""
     isolated = IsolatedScore(config("tiny_rewards:asks_a_server", timeout_seconds=0.5))

@@ -41,8 +41,9 @@ from tlt.types import Prompt
 
 START_SECONDS = 120.0  # timeout for the start of a process, which imports the user's module
 _GRACE_SECONDS = 1.0  # added to the timeout of a call that may have several responses
-_CHECK_SECONDS = 1.0  # time between two checks of the memory of the process
+_CHECK_SECONDS = 1.0  # time between two checks of the memory and the ended programs of the process
 _MOST_LATE = 64  # largest number of threads of calls that timed out; a process with more is replaced
+_MOST_ZOMBIES = 64  # largest number of ended programs without a parent that waits; a process with more is replaced
 _PR_SET_CHILD_SUBREAPER = 36
 _SURVIVED = (signal.SIGTERM, signal.SIGHUP)  # SIGINT only between calls, because timeouts of the user may send it
 _forking = threading.local()
@@ -64,7 +65,8 @@ def open_terms(config: Config, columns: Collection[str]) -> tuple[Answering, boo
 
 class IsolatedScore:
     """Separate process that runs user code and is kept between calls. If it does not answer in time, it is killed. The
-    next call starts a new process. This also happens if many threads of the user's async calls do not end.
+    next call starts a new process. This also happens if many threads of the user's async calls do not end, or if many
+    programs have ended that nothing waits for.
 
     The process is spawned, not forked, because torch's threads do not survive a fork.
     """
@@ -93,7 +95,7 @@ class IsolatedScore:
             self._connection.send(list(asked))
             if self._answers(patience):
                 verdicts, goes_on = self._connection.recv()
-                if not goes_on:
+                if self._is_full or not goes_on:
                     self.kill()
                 return [Verdict(*verdict) for verdict in verdicts]
             verdict = Verdict(None, "timeout", f"no answer in {limit:g} s")
@@ -106,13 +108,15 @@ class IsolatedScore:
 
     def _answers(self, patience: float) -> bool:
         """Return whether the process sends its answer within `patience` seconds. Raises MemoryError if the process and
-        its descendants use more than reward.memory_mb."""
+        its descendants use more than reward.memory_mb. Once a second, also check whether it has too many zombies."""
         limit, deadline = self.config.reward.memory_mb, time.monotonic() + patience
         while (now := time.monotonic()) < deadline:
             if now >= self._check_at:
                 self._check_at = now + _CHECK_SECONDS
                 process = self._process  # another thread may close it
-                if limit and process and process.pid and memory(process.pid) > limit * 2**20:
+                pid = process.pid if process else None
+                self._is_full = pid is not None and zombies(pid) > _MOST_ZOMBIES
+                if limit and pid and memory(pid) > limit * 2**20:
                     raise MemoryError(
                         f"the reward process and its children use more than reward.memory_mb = {limit} MiB"
                     )
@@ -157,7 +161,7 @@ class IsolatedScore:
                 fault, many = self._connection.recv()
         except (EOFError, OSError):
             fault = "its process ended during startup; a training script needs `if __name__ == '__main__':`"
-        self.at_once = AT_ONCE if many else 1
+        self.at_once, self._is_full = AT_ONCE if many else 1, False
         if fault:
             self.kill()
             names_field = "reward.name" in fault or "reward.environment" in fault
@@ -249,6 +253,15 @@ def memory(pid: int) -> int:
         with suppress(psutil.Error):
             total += process.memory_full_info().pss
     return total
+
+
+def zombies(pid: int) -> int:
+    """Return the number of descendants of a process that have ended, and whose parent has not waited for them."""
+    count = 0
+    for process in descendants(pid):
+        with suppress(psutil.Error):
+            count += process.status() == psutil.STATUS_ZOMBIE
+    return count
 
 
 class Output:
