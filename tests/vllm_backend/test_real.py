@@ -270,13 +270,13 @@ from tlt.run import train as run
 from tlt.run import opening
 from tlt.config import load_config
 
-killer, real = Killer({{(1, "rollout"): 0.3}}), parts.join
+killer, real = Killer({{(1, "rollout"): 0.3}}), opening.join
 
 def join(pool, config, *rest):
     killer.folder = pool.folder
     return real(pool, config, *rest)
 
-parts.join = join
+opening.join = join
 words = "--engine.backend vllm --engine.vllm.enforce_eager true --train.steps 2 --rollout.max_new_tokens 160"
 config = load_config("{recipe}", [*words.split(), "--cluster.workers", "2", "--run.folder", "{run}"])
 print(run.train(config, False, killer)["policy_sha256"], killer.killed)
