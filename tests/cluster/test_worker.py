@@ -48,6 +48,15 @@ def test_a_sibling_after_a_release_of_the_cache_has_the_tokens_of_a_single_reque
     assert decoded(worker, 0, late) == decoded(other, 0, late)
 
 
+def test_an_update_finds_the_memory_of_the_comparison_free(home: Path) -> None:
+    """A worker without a row in the rollout after the comparison has that memory still."""
+    worker = looking(home)
+    worker.decode(DecodeWork(0, [FIRST], plain=True), ALL)
+    assert worker.plain.cache.store.slots
+    worker.release()
+    assert not worker.plain.cache.store.slots
+
+
 def test_a_report_has_only_new_tokens_of_a_row(home: Path) -> None:
     """It leaves out tokens from another worker, and tokens of earlier reports."""
     worker, asked = looking(home), request(10, 12)

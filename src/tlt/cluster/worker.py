@@ -203,8 +203,9 @@ class Worker:
     # -- between rollouts ---------------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Free the engine's memory for the update that follows."""
+        """Free the engines' memory for the update that follows."""
         self.engine.release()
+        self.plain.release()
 
     def trace(self) -> list[Span]:
         """Return the recorded spans of time since the last call of this method."""
