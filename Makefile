@@ -95,7 +95,7 @@ families: all
 	OMP_NUM_THREADS=1 $(BIN)/python bench/families.py $(ARGS)
 
 # Runs the tests that must notice each mutant of tests/mutants/table.py. ARGS="-k word -j 2": some mutants, two at a time.
-mutants: all
+mutants: $(TRITON)
 	cd tests && ../$(BIN)/python -m mutants.run $(ARGS)
 
 lint: all

@@ -60,7 +60,8 @@ def run_tests(tests: str, mutant: Mutant | None = None) -> Outcome:
 def _pytest(folder: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     """Return pytest's exit status (None after a timeout) and output. `tlt` is the package in `folder`."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "not gpu"]
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TLT_MUTANT": "1"}
+    paths = f"{folder}{os.pathsep}{TESTS.parent / '.triton'}"  # `make mutants` installs Triton there
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TLT_MUTANT": "1"}
     with (folder / "output").open("w+", encoding="utf-8") as output:  # a child left behind would keep a pipe open
         streams = {"stdout": output, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
