@@ -3,7 +3,7 @@ known key.
 
 This package imports neither torch nor transformers, so that errors in a recipe are reported at once."""
 
-from tlt.config.data import DataConfig, RewardConfig, RewardTerm, TaskConfig
+from tlt.config.data import DataConfig, TaskConfig
 from tlt.config.recipe import (
     ConfigError,
     config_of_run,
@@ -13,6 +13,7 @@ from tlt.config.recipe import (
     parse_section,
     section_of,
 )
+from tlt.config.rewards import RewardConfig, RewardTerm
 from tlt.config.sections import (
     ClusterConfig,
     Config,

@@ -19,7 +19,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from tlt.config.data import RewardTerm, TaskConfig
+from tlt.config.data import TaskConfig
+from tlt.config.rewards import RewardTerm
 from tlt.config.section import Section, is_state
 from tlt.config.section import section_of as section_class
 from tlt.config.sections import Config, GenerationConfig

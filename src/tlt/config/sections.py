@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from tlt.config.combinations import RULES
-from tlt.config.data import DataConfig, RewardConfig
+from tlt.config.data import DataConfig
 from tlt.config.registry import DRAFTERS, TRACKERS, learned, may_be_learned
+from tlt.config.rewards import RewardConfig
 from tlt.config.section import LONGEST, STATE, Section
 
 
