@@ -158,7 +158,7 @@ def test_a_process_starts_if_an_entry_waits_for_longer_than_a_start_takes(monkey
     assert made_for(seconds=0.5, start_seconds=0.02, waiting=24) == 4
 
 
-def test_rewards_that_hang_cost_about_one_timeout() -> None:
+def test_rewards_that_hang_wait_at_the_same_time() -> None:
     """Twelve of them one after another would take 48 s. A busy machine needs many seconds to start the processes."""
     began = time.monotonic()
     found = outcome_of("trouble", *["hang"] * 12, "four", timeout_seconds=4.0)

@@ -38,6 +38,7 @@ from tlt.models.device import torch_device
 from tlt.trace import ABSENT, AHEAD, COMPARE, IDLE, ROLLOUT, UPDATE, Tracer
 from tlt.types import PassCounts, Request, Response, RolloutStats, Row, WorkerNow
 
+_REPLY = 0.02  # seconds between two checks for replies of environments
 _REFILL = 8  # a worker takes further rows when an eighth of its slots is free, because each admission costs a prefill
 
 
@@ -123,9 +124,6 @@ class Allocation:
     def stats(self) -> list[RolloutStats]:
         """Return decoding counters so far: first the sum over lost workers, then those of each worker."""
         return [self._lost_stats, *(share.last.stats for share in self.shares if share.last)]
-
-
-_REPLY = 0.02  # seconds between two checks for replies of environments
 
 
 class Coordinator:

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 from tlt.types import MAX_DRAFT_TOKENS, Request, Response, Row
 
+_FILE = "history.safetensors"
 _LEAST = 4  # smallest limit of a chain's length in tokens; also the first limit after a divergence
 _CONTEXT = 4  # number of a row's last tokens that are searched for in old responses after a divergence
 
@@ -234,9 +235,6 @@ class LookAhead:
     def propose(self, counts: Sequence[int]) -> list[list[int]]:
         """Return for row i a chain of up to `counts[i]` tokens; [] if the row has no position in an old response."""
         return [p.propose(n) if p else [] for p, n in zip(self._pointers, counts, strict=True)]
-
-
-_FILE = "history.safetensors"
 
 
 class History(AheadStore):

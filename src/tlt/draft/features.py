@@ -17,6 +17,7 @@ from tlt.types import MAX_DRAFT_TOKENS, Row
 
 # entries of a ring beyond the window, for draft tokens and for tokens committed before the ring is read
 _SLACK = 2 * MAX_DRAFT_TOKENS
+_GROWN = 16  # new tokens of a row between two checks for full windows; the ring buffer has room for them
 _LAZY = 32  # number of writes that are put into the ring together, unless it is read earlier
 
 
@@ -234,9 +235,6 @@ def _grown(ring: Tensor, used: int) -> Tensor:
     larger = ring.new_zeros(max(8, 2 * len(ring)), *ring.shape[1:])
     larger[: len(ring), :used] = ring[:, :used]
     return larger
-
-
-_GROWN = 16  # new tokens of a row between two checks for full windows; the ring buffer has room for them
 
 
 class Harvester:

@@ -20,7 +20,9 @@ from tlt.data.continuation import ReplyContent
 from tlt.rewards.answers import RewardError
 from tlt.types import Group, Response, TrainBatch
 
+log = logging.getLogger(__name__)
 _LIBRARIES = (str(Path(__file__).parents[1]), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
+_SHOWN = 500  # largest number of characters of a text in a warning
 _printed = set[tuple[str, type]]()  # (place in the code, type) of the errors whose traceback was printed
 LARGEST = 3.4e38  # largest float32; means and standard deviations of larger rewards overflow
 
@@ -86,11 +88,6 @@ def _text(form: Callable[[object], str], thing: object) -> str:
 
 
 # -- checks of the rewards of a step -----------------------------------------------------------------------------------
-
-
-log = logging.getLogger(__name__)
-_SHOWN = 500
-"""largest number of characters of a text in the warning"""
 
 
 class FaultLog:
