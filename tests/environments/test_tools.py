@@ -197,7 +197,5 @@ def test_tools_without_a_description_or_with_one_name_and_a_class_without_a_scor
         twice.schemas()
     with pytest.raises(ValueError, match=r"looked_up of DeskWithMethod cannot be called .*'self'.*: write a function"):
         DeskWithMethod.schemas()
-    made = Tools()
-    made.reset(PROMPT)
-    with pytest.raises(NotImplementedError, match=r"Tools needs a method score\(prompt, answer\)"):
-        made.step("5")
+    with pytest.raises(ValueError, match=r"Scoreless has no reward: give it a method score\(prompt, answer\)"):
+        type("Scoreless", (Tools,), {"tools": (tiny_environments.add,)}).schemas()

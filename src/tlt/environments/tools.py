@@ -42,9 +42,12 @@ class Tools:
     @classmethod
     def schemas(cls) -> list[dict[str, Any]]:
         """Return the JSON schemas of the tools, in the format that chat templates of transformers take. Raises
-        ValueError if two tools have the same name, or if a tool cannot be called with the arguments in its schema."""
+        ValueError if the class has no `score`, if two tools have the same name, or if a tool cannot be called with the
+        arguments in its schema."""
         from transformers.utils.chat_template_utils import get_json_schema  # its import takes seconds
 
+        if (cls.score, cls.step) == (Tools.score, Tools.step):
+            raise ValueError(f"{cls.__name__} has no reward: give it a method score(prompt, answer) -> float")
         names = [function.__name__ for function in cls.tools]
         if several := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"{cls.__name__} has several tools of the name {several[0]}: rename all but one")
@@ -61,7 +64,7 @@ class Tools:
     def score(self, prompt: Any, answer: str) -> float:
         """Return the reward of the episode. `answer` is the text of the model's last turn, which calls no tool.
         Subclasses implement it."""
-        raise NotImplementedError(f"{type(self).__name__} needs a method score(prompt, answer) -> float")
+        raise NotImplementedError
 
     def reset(self, prompt: Any) -> None:
         self.prompt = prompt
