@@ -380,3 +380,8 @@ class Config(Section):
         for refuse in RULES:
             refuse(self)
         return self
+
+    @property
+    def longest(self) -> int:
+        """Largest number of tokens of a prompt and its response together."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens

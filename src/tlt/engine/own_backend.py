@@ -53,7 +53,7 @@ class OwnBackend:
             on_harvest,
             tracer,
             store,
-            longest=config.data.max_prompt_tokens + config.rollout.max_new_tokens,
+            longest=config.longest,
         )
 
     def load_engine(

@@ -274,8 +274,7 @@ class VllmBackend:
         """Start vLLM with the weights in `folder`. If `folder` is None, as for training, start it with the weights of
         model.path, and let it free its KV cache during the update. Raises ModelError or VllmError."""
         _refuse_other_heads(config)
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-        target = start_vllm(config.model, config.engine, config.speculation, longest, sleeps=folder is None)
+        target = start_vllm(config.model, config.engine, config.speculation, config.longest, sleeps=folder is None)
         if folder:
             target.load(folder_weights(folder, target.dtype), 0)
         return target
