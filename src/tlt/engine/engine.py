@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
-import torch
 
 from tlt.attention.slot_memory import HeadShape
 from tlt.attention.slots import attention_for
@@ -36,6 +35,7 @@ from tlt.engine.state import Clock, RolloutState, Round, draft_counts
 from tlt.engine.stops import Stops, response_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.engine.turns import TurnStore
+from tlt.host import to_device
 from tlt.models.decoder import Decoder
 from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
@@ -260,7 +260,7 @@ class Engine(Generates):
         positions = [len(row.tokens) for row in rows]
         noise, batch = self.rollout.noise, self.rollout.sampling.batch
         noise.prepare(positions, self.runner.noise_depth(strategy, noise, batch.sampling))
-        at = torch.from_numpy(np.array(positions)).to(self.target.device)
+        (at,) = to_device(self.target.device, np.array(positions))
         return Round(strategy, rows, [row.kv_length for row in rows], at, batch)
 
     def draft(self, now: Round) -> list[Draft]:
