@@ -30,7 +30,7 @@ from rich.table import Table
 from tlt.build import for_machine, load_detokenizer, open_workplace
 from tlt.config import Config, ConfigError, load_config
 from tlt.draft.ahead import Ahead, AheadStore
-from tlt.draft.calibration import Calibration
+from tlt.draft.chains import Calibration
 from tlt.draft.strategy import PLAIN
 from tlt.engine.choice import strategies
 from tlt.engine.drafters import make_drafters

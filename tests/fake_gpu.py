@@ -1,7 +1,7 @@
 """A GPU without a GPU: tensors of a made-up device that have shapes and no numbers (torch's FakeTensorMode).
 
 An operation on two devices raises. A copy to the host (`.item()`, `.tolist()`, `bool()`, `.numpy()`) raises too, except
-through `tlt.host.to_host`, which is counted and returns made-up numbers."""
+through `tlt.models.device.to_host`, which is counted and returns made-up numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils import backend_registration
 
 import tlt.draft.chains
 import tlt.engine.runner
-import tlt.host
+import tlt.models.device
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.suffix import SuffixDrafter
 
@@ -86,7 +86,7 @@ def fake_gpu(patch: pytest.MonkeyPatch) -> Iterator[Trips]:
         trips.count += tensors[0].device.type == NAME
         return [_made_up(tensor) for tensor in tensors]
 
-    for module in (tlt.host, tlt.draft.chains, tlt.engine.runner):
+    for module in (tlt.models.device, tlt.draft.chains, tlt.engine.runner):
         patch.setattr(module, "to_host", to_host)
     patch.delenv("TLT_AUDIT", raising=False)  # the ledger reads what a pass is made of
     with FakeTensorMode(allow_non_fake_inputs=False), _FromLists():

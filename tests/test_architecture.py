@@ -21,7 +21,6 @@ LAYERS = (
         "config",
         "sampling",
         "sampling_kernel",
-        "host",
         "cuda_graph",
         "files",
         "wording",

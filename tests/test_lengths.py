@@ -11,8 +11,8 @@ from tlt.loop import _compared
 from tlt.rewards.verdicts import warn_if_alike
 from tlt.rl.groups import make_batch
 from tlt.rl.measure import episodes_of, measure, tokens_of
-from tlt.run.evaluate import summary_of
 from tlt.run.record import record
+from tlt.run.train import summary_of
 from tlt.types import Group, Prompt, Reply, Request, Response, RolloutStats, SamplingParams
 
 PROMPT = Prompt(0, "a question", (1, 2, 3))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 import tlt
-from tlt.engine.stops import Stops
+from tlt.engine.committing import Stops
 from tlt.spelling import Detokenizer
 from tlt.types import Prompt, Request, Row, SamplingParams
 

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from tlt.draft.calibration import Calibration
-from tlt.draft.chains import Draft, NoiseOf, Roots, draft_chains
+from tlt.draft.chains import Calibration, Draft, NoiseOf, Roots, draft_chains
 from tlt.draft.drafter import Candidates, Drafter, Level, Offer, Prefix, PrefixDrafter
 from tlt.draft.strategy import Strategy
 from tlt.engine.sampling_table import sampling_tensors

@@ -24,8 +24,8 @@ from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.runner import GraphedPasses
 from tlt.engine.tuner import Fixed
-from tlt.host import to_device
 from tlt.models.decoder import Decoder
+from tlt.models.device import to_device
 from tlt.models.families import decoder_options
 from tlt.models.generic import GenericDecoder
 from tlt.types import Prompt, Request, SamplingParams

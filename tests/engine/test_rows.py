@@ -21,8 +21,8 @@ from tlt.draft.features import FeatureLayout, Harvest
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.engine import Engine
 from tlt.engine.kv_cache import KVCache
-from tlt.engine.placing import place_new_rows
 from tlt.engine.rows import RowTable
+from tlt.engine.scheduler import place_new_rows
 from tlt.engine.tuner import Fixed
 from tlt.types import Request, Row
 

@@ -24,8 +24,8 @@ from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.draft.suffix import SuffixDrafter
+from tlt.engine.committing import Stops
 from tlt.engine.engine import Engine
-from tlt.engine.stops import Stops
 from tlt.engine.tuner import Fixed
 from tlt.environments.episodes import Episodes, ReplyRecord
 from tlt.environments.instances import Environments, Turn, TurnText

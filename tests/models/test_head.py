@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 import families
 
-from tlt.models.head import Head
+from tlt.models.hugging_face import Head
 
 TOKENS = torch.arange(9)[None]
 

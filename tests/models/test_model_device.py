@@ -1,15 +1,16 @@
-"""The device of a model."""
+"""The device of a model, and copies between it and the host."""
 
 from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
 from tlt.config import ModelConfig
 from tlt.models import device
-from tlt.models.device import torch_device, torch_dtype
+from tlt.models.device import to_device, to_host, torch_device, torch_dtype
 
 
 def test_cublas_is_configured_before_its_first_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,11 @@ def test_auto_is_bfloat16_on_cpus_with_instructions_for_it(
     monkeypatch.setattr(device.torch.cpu, "get_capabilities", lambda: found)
     assert torch_dtype(ModelConfig(path="model", device="cpu")) == dtype
     assert torch_dtype(ModelConfig(path="model", device="cpu", dtype="float32")) == torch.float32
+
+
+def test_arrays_return_as_they_were_sent() -> None:
+    sent = np.array([1, 2**62, -3]), np.array([], dtype=np.int64), np.array([7])
+    received = to_device(torch.device("cpu"), *sent)
+    assert [tensor.dtype for tensor in received] == [torch.int64] * 3
+    assert [tensor.tolist() for tensor in received] == [array.tolist() for array in sent]
+    assert [array.tolist() for array in to_host(*received)] == [array.tolist() for array in sent]

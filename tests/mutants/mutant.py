@@ -13,7 +13,7 @@ SOURCE = TESTS.parent / "src" / "tlt"
 
 class Mutant(NamedTuple):
     module: str
-    """module under tlt, such as `engine.stops`"""
+    """module under tlt, such as `engine.committing`"""
     function: str
     """qualified name in the module, such as `Stops.reason`"""
     operator: str

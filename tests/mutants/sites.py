@@ -1,4 +1,4 @@
-"""Print the sites of all operators in one function: python -m mutants.sites engine.stops:Stops.reason"""
+"""Print the sites of all operators in one function: python -m mutants.sites engine.committing:Stops.append"""
 
 from __future__ import annotations
 

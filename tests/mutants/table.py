@@ -28,12 +28,12 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.rows", "engine/test_rows.py"): [
         ("RowTable.remove", "drop", 3, "The last row takes the place of a row that leaves."),
     ],
-    ("engine.stops", "engine/test_engine.py"): [
+    ("engine.committing", "engine/test_engine.py"): [
         ("Stops.append", "never", 0, "Nothing follows a stop token within a round."),
         ("Stops.append", "compare", 1, "A response has at most max_new_tokens tokens."),
         ("Stops.append", "compare", 0, "A response ends at a stop token."),
     ],
-    ("engine.stops", "test_spelling.py"): [
+    ("engine.committing", "test_spelling.py"): [
         ("Stops._ends_in_stop_string", "opposite", 0, "One stop string is enough to end a response."),
     ],
     ("spelling", "data/test_tokenizer.py"): [
@@ -49,6 +49,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("KVCache.remove", "drop", 4, "A row that moves takes its keys and values along."),
     ],
     ("engine.kv_cache", "engine/test_kv_cache.py"): [
+        ("TurnStore.known", "operand", 1, "Keys and values of a turn are used for the same tokens alone."),
         ("KVCache.fits", "compare", 0, "The cache uses all of its bound."),
     ],
     ("engine.scheduler", "engine/test_scheduler.py"): [
@@ -61,7 +62,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
     ("engine.rows", "engine/test_scheduler.py"): [
         ("RowTable.own", "always", 0, "Withdrawing requests leaves look-ahead rows alone."),
     ],
-    ("engine.placing", "engine/test_rows.py"): [
+    ("engine.scheduler", "engine/test_rows.py"): [
         ("place_new_rows", "operand", 1, "A prompt is reused only from the slot that holds it."),
         ("place_new_rows", "operand", 3, "A row that was begun is not replaced by its sibling's prompt."),
         ("place_and_prefill", "drop", 15, "A sibling gets a copy of its prompt's keys and values."),
@@ -140,8 +141,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Product.__init__", "never", 1, "A product with few outputs sums in one order."),
         ("Product.__init__", "operand", 3, "The head has one order of summation too."),
         ("Product.__call__", "never", 1, "A few rows sum in the order of many."),
-    ],
-    ("models.elementwise", "models/test_elementwise.py"): [
         ("by_rows", "always", 0, "Threads share whole rows."),
         ("by_rows", "never", 1, "Few elements per thread are computed by one thread."),
         ("by_vectors", "always", 0, "Rows of any size are computed by vectors."),
@@ -322,10 +321,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("Tools._result", "operator", 1, "A malformed call is counted."),
         ("Tools.schemas", "drop", 7, "A tool that no call can reach is refused."),
     ],
-    ("engine.turns", "engine/test_turn_store.py"): [
-        ("TurnStore.known", "operand", 1, "Keys and values of a turn are used for the same tokens alone."),
-    ],
-    ("engine.turns", "environments/test_episodes.py"): [
+    ("engine.kv_cache", "environments/test_episodes.py"): [
         ("TurnStore.known", "never", 0, "Keys and values of a turn are not computed again for the next."),
     ],
     ("rl.batching", "rl/test_policy.py"): [
@@ -390,8 +386,6 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("draft_chains", "operand", 4, "A draft has tokens of the vocabulary only."),
         ("draft_chains", "operand", 9, "A draft ends where all its tokens together are unlikely."),
         ("_check_shapes", "negate", 1, "A drafter that returns a wrong shape is refused."),
-    ],
-    ("draft.calibration", "draft/test_chains.py"): [
         ("Calibration.observe", "element", 0, "Tokens after a rejected one do not count."),
         ("Calibration.next_round", "drop", 3, "Acceptance counts fade together with their totals."),
     ],

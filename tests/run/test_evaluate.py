@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tlt.config import parse_config
-from tlt.run.evaluate import evaluate, is_solved, pass_at, summary_of
+from tlt.run.train import evaluate, is_solved, pass_at, summary_of
 from tlt.sampling import request_seed
 from tlt.types import Prompt, Request, Response, RolloutStats, SamplingParams
 

@@ -136,8 +136,8 @@ def evaluated(config: Config, steps: int) -> tuple[int, dict[str, float]]:
     from tlt.data.tokenizer import load_tokenizer
     from tlt.environments.tools import with_tools
     from tlt.loop import Watcher
-    from tlt.run.evaluate import evaluate
     from tlt.run.opening import read_inputs
+    from tlt.run.train import evaluate
     from tlt.store.hub import from_hub
 
     config = from_hub(with_tools(for_machine(config)))

@@ -46,7 +46,7 @@ class Candidates(NamedTuple):
     ids: Tensor | None
     log_q: Tensor
     classes: np.ndarray | None = None
-    """[B] class of each row's candidates, from 0 to calibration.CLASSES - 1, for example by match length. Acceptance is
+    """[B] class of each row's candidates, from 0 to chains.CLASSES - 1, for example by match length. Acceptance is
     counted separately for each class. None: all are of class 0."""
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.host import to_device
+from tlt.models.device import to_device
 from tlt.types import MAX_DRAFT_TOKENS, Row
 
 # entries of a ring beyond the window, for draft tokens and for tokens committed before the ring is read

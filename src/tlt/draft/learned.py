@@ -25,8 +25,8 @@ from tlt.cuda_graph import Addresses, Replayed, rounded_up
 from tlt.draft.drafter import Candidates, Level, Sources
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureView
-from tlt.host import to_device
 from tlt.models.decoder import Decoder, RMSNorm, overwrite, rotate_, to_pairs
+from tlt.models.device import to_device
 from tlt.models.product import Product
 from tlt.sampling import SamplingTensors, gumbel_topk, sampling_log_probs
 from tlt.types import MAX_DRAFT_TOKENS, Request

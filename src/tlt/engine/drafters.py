@@ -15,8 +15,7 @@ import numpy as np
 from tlt.config import SpeculationConfig
 from tlt.config.registry import DRAFTERS, learned, maker
 from tlt.draft.ahead import AheadStore, LookAhead
-from tlt.draft.calibration import Calibration
-from tlt.draft.chains import Draft, Roots, draft_chains
+from tlt.draft.chains import Calibration, Draft, Roots, draft_chains
 from tlt.draft.drafter import CacheDrafter, Drafter, Sources
 from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer, load_drafter

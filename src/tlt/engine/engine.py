@@ -21,22 +21,19 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest, Harvester
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.committing import commit_tokens, verify_drafts
+from tlt.engine.committing import Stops, commit_tokens, response_of, verify_drafts
 from tlt.engine.drafters import Drafters, draft_rows, look_ahead_offers
-from tlt.engine.kv_cache import KVCache
+from tlt.engine.kv_cache import KVCache, TurnStore
 from tlt.engine.memory import RolloutMemory
-from tlt.engine.placing import place_and_prefill
 from tlt.engine.protocol import Generates
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner, Sampled
 from tlt.engine.sampling_table import SamplingTable
-from tlt.engine.scheduler import Scheduler
+from tlt.engine.scheduler import Scheduler, place_and_prefill
 from tlt.engine.state import Clock, RolloutState, Round, draft_counts
-from tlt.engine.stops import Stops, response_of
 from tlt.engine.tuner import Fixed, RoundResult, Tuner
-from tlt.engine.turns import TurnStore
-from tlt.host import to_device
 from tlt.models.decoder import Decoder
+from tlt.models.device import to_device
 from tlt.spelling import Detokenizer
 from tlt.trace import Tracer
 from tlt.types import Request, Response, RolloutStats, Row

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.host import to_device
+from tlt.models.device import to_device
 from tlt.sampling import gumbel_noise
 from tlt.types import Row
 

@@ -24,8 +24,8 @@ from tlt.draft.strategy import Strategy
 from tlt.engine.kv_cache import KVCache
 from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.sampling_table import BatchSampling
-from tlt.host import to_device, to_host
 from tlt.models.decoder import Attend, Decoder
+from tlt.models.device import to_device, to_host
 from tlt.sampling import SamplingTensors, gumbel_topk, has_kernel, sampling_log_probs
 
 Forward = Callable[[Tensor, Tensor, Any, Sequence[Tensor]], tuple[Tensor, ...]]

@@ -14,12 +14,12 @@ from tlt.draft.ahead import LookAhead
 from tlt.draft.chains import Draft
 from tlt.draft.features import FeatureView, FeatureWindow, Harvester
 from tlt.draft.strategy import Strategy
+from tlt.engine.kv_cache import TurnStore
 from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.rows import RowTable
 from tlt.engine.runner import Runner
 from tlt.engine.sampling_table import BatchSampling, SamplingTable
 from tlt.engine.scheduler import Scheduler
-from tlt.engine.turns import TurnStore
 from tlt.models.decoder import Decoder
 from tlt.types import RolloutStats, Row
 

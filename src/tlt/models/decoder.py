@@ -20,10 +20,9 @@ from torch import Tensor
 from tlt.attention.key_counts import rounded_up
 from tlt.attention.slot_memory import HeadShape
 from tlt.attention.slots import attention_for
-from tlt.models.elementwise import by_rows
 from tlt.models.families import DecoderOptions
 from tlt.models.model_folder import ModelError
-from tlt.models.product import Product
+from tlt.models.product import Product, by_rows
 
 _EMBEDDING, _HEAD, _LAYER = "model.embed_tokens.weight", "lm_head.weight", "model.layers."
 _RIGHT = 4  # number of text tokens in each verification pass of `text_logits`

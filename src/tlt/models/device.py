@@ -1,13 +1,21 @@
-"""Device and dtype of a model, and the CPU cores that workers share."""
+"""Device and dtype of a model, copies between the host and the device, and the CPU cores that workers share.
+
+Drafting, verification and prefill wait for the device only in `to_host`, so that these waits can be counted. The hidden
+states saved for drafter training are copied elsewhere."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from tlt.config import Config, ModelConfig
 from tlt.models.model_folder import ModelError
+
+_NUMPY = {torch.float64: np.float64, torch.int64: np.int64}
 
 
 def torch_dtype(config: ModelConfig) -> torch.dtype:
@@ -46,3 +54,25 @@ def share_cores(config: Config) -> bool:
     """Return whether the workers run on this machine's CPU and outnumber its cores. If so, look-ahead is off."""
     alone, on_cpu = config.cluster.address is None, torch_device(config.model).type == "cpu"
     return alone and on_cpu and config.cluster.workers > len(os.sched_getaffinity(0))
+
+
+def to_device(device: torch.device, *columns: np.ndarray) -> Sequence[Tensor]:
+    """Copy int64 arrays [M] to the device in one transfer. On a CUDA device the host does not wait for it."""
+    flat = torch.from_numpy(np.concatenate(columns))
+    if device.type == "cuda":
+        flat = flat.pin_memory()
+    return flat.to(device, non_blocking=True).split([len(column) for column in columns])
+
+
+def to_host(*tensors: Tensor) -> list[np.ndarray]:
+    """Copy tensors to the host in one transfer, and return them as NumPy arrays of the same shapes. On a GPU, int64
+    stays int64 and all other dtypes become float64. On a CPU the dtypes are kept. Integers must be below 2^53, because
+    they are transferred as float64."""
+    if tensors[0].device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in tensors]).cpu().numpy()
+    parts = np.split(flat, np.cumsum([tensor.numel() for tensor in tensors])[:-1])
+    return [
+        part.reshape(tensor.shape).astype(_NUMPY.get(tensor.dtype, np.float64))
+        for part, tensor in zip(parts, tensors, strict=True)
+    ]

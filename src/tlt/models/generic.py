@@ -20,7 +20,7 @@ from transformers.initialization import no_init_weights
 from tlt.files import errors_as
 from tlt.models.decoder import Attend, Decoder, overwrite
 from tlt.models.families import DecoderOptions
-from tlt.models.head import Head
+from tlt.models.hugging_face import Head
 from tlt.models.model_folder import ModelError
 from tlt.models.packed import EXPERTS, pack, products_in
 from tlt.models.product import Product

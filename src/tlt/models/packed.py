@@ -22,8 +22,7 @@ from transformers.activations import ACT2CLS
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from tlt.models.elementwise import by_vectors
-from tlt.models.product import Product
+from tlt.models.product import Product, by_vectors
 
 EXPERTS = "tlt_engine"
 """name of the experts' implementation in transformers' registry"""

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tlt.config import TrainConfig
-from tlt.models.head import Head
+from tlt.models.hugging_face import Head
 from tlt.rl.batching import MicroBatch
 from tlt.rl.groups import advantages_of
 from tlt.rl.parallel import ProcessGroup

@@ -25,9 +25,8 @@ from tlt.attention.slot_memory import HeadShape
 from tlt.config import ConfigError, RolloutConfig, TrainConfig
 from tlt.files import first_line
 from tlt.models.decoder import Decoder, RMSNorm, from_pairs, rotate, to_pairs
-from tlt.models.elementwise import by_rows
 from tlt.models.families import decoder_options, is_fused
-from tlt.models.product import Product
+from tlt.models.product import Product, by_rows
 from tlt.rl.batching import MicroBatch, Packer
 from tlt.rl.logprobs import Forward, TransformersForward, token_logprobs
 from tlt.rl.losses import Objective

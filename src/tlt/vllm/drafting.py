@@ -25,19 +25,17 @@ from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import FeatureLayout, FeatureView, FeatureWindow, Harvest, Harvester
 from tlt.draft.learned import EagleDrafter
 from tlt.draft.strategy import PLAIN, Strategy
-from tlt.engine.committing import commit_rows
+from tlt.engine.committing import Stops, commit_rows
 from tlt.engine.drafters import Drafters, draft_rows, look_ahead_offers, make_drafters
 from tlt.engine.noise_window import NoiseWindow
 from tlt.engine.own_backend import make_tuner
 from tlt.engine.rows import RowTable
 from tlt.engine.sampling_table import SamplingTable
 from tlt.engine.state import Round, draft_counts
-from tlt.engine.stops import Stops
 from tlt.engine.tuner import RoundResult
 from tlt.models.decoder import Decoder
 from tlt.models.families import decoder_options
-from tlt.models.head import Head
-from tlt.models.hugging_face import empty_model, names_of_ends
+from tlt.models.hugging_face import Head, empty_model, names_of_ends
 from tlt.models.product import Product
 from tlt.types import PassCounts, RolloutStats, Row
 

@@ -20,8 +20,8 @@ from tlt.draft.ahead import Ahead, AheadStore
 from tlt.draft.eagle import EagleLayer
 from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN
+from tlt.engine.committing import Stops, response_of
 from tlt.engine.protocol import Generates, Target, refuse_impossible
-from tlt.engine.stops import Stops, response_of
 from tlt.engine.tuner import Fixed, Tuner
 from tlt.models.families import decoder_options, read_config
 from tlt.models.hugging_face import empty_model, is_named, names_of_ends
