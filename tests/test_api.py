@@ -91,12 +91,6 @@ def run_example(name: str, *arguments: object) -> str:
     return written.getvalue()
 
 
-@pytest.mark.parametrize("name", ["decode.py", "train_drafter.py", "own_loop.py"])
-def test_an_example_has_fewer_than_20_lines_of_code(name: str) -> None:
-    source = (EXAMPLES / name).read_text(encoding="utf-8")
-    assert len([line for line in source.splitlines() if line.strip()]) < 20
-
-
 def test_decoding_with_speculation(home: Path) -> None:
     said = run_example("decode.py", home / "model")
     assert said.count("What is 17 + 25?") == 4

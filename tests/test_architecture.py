@@ -15,37 +15,27 @@ SOURCE = Path(__file__).parent.parent / "src" / "tlt"
 PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 
 # a module may import from its own line and from the lines above it
-LAYERS = (
-    (
-        "types",
-        "config",
-        "sampling",
-        "sampling_kernel",
-        "cuda_graph",
-        "files",
-        "wording",
-        "gain",
-        "metrics",
-        "trace",
-        "energy",
-        "spelling",
-    ),
-    ("stopping", "progress", "report"),
-    ("models", "attention"),
-    ("data", "rewards"),
-    ("draft",),
-    ("engine", "vllm"),
-    ("spot",),
-    ("environments",),
-    ("store",),
-    ("build",),
-    ("rl",),
-    ("loop",),
-    ("cluster",),
-    ("run",),
-    ("commands", "verify", "integrations"),
-    ("cli", "__main__"),
-)
+LAYERS = [
+    line.split()
+    for line in """
+    types config sampling sampling_kernel cuda_graph files wording gain metrics trace energy spelling
+    stopping progress report
+    models attention
+    data rewards
+    draft
+    engine vllm
+    spot
+    environments
+    store
+    build
+    rl
+    loop
+    cluster
+    run
+    commands verify integrations
+    cli __main__
+    """.strip().splitlines()
+]
 LAYER_OF = {module: layer for layer, modules in enumerate(LAYERS) for module in modules}
 MAX_FUNCTION_LINES, MAX_FILE_LINES = 60, 400
 MAX_CLASS = (250, 15, 12)

@@ -37,18 +37,6 @@ def by_vllm(home: Path, workers: int, train: Any = None, **speculation: Any) -> 
     return for_machine(tiny_config(home, model={"dtype": "float32"}, engine=engine, train=train or {}, **named))
 
 
-def test_notes_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They name the drafter, workers that share a CPU, and an untested family."""
-    assert "adaptive with folder, with vLLM" in about_model(by_vllm(tmp_path, 2, path="folder"))
-    for workers, address, is_said in [(2, None, True), (1, None, False), (2, "auto", False)]:
-        about = about_model(tiny_config(tmp_path, cluster={"workers": workers, "address": address}))
-        assert ("one worker with all cores may be faster" in about) == is_said
-        assert "not tested" not in about
-    monkeypatch.setattr("tlt.run.about.TRIED", frozenset())
-    untested = "(qwen3 is not tested with tlt yet: each sync compares engine and policy)"
-    assert untested in about_model(tiny_config(tmp_path))
-
-
 @pytest.mark.parametrize(("workers", "cores", "steps"), [(2, 2, 4), (3, 2, 0), (1, 1, 4)])
 def test_workers_that_share_cores_do_not_look_ahead(
     workers: int, cores: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

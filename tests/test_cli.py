@@ -72,9 +72,9 @@ MAIN = "import sys; from tlt.cli import main; sys.argv = {argv}\ntry: main()\nex
 REPORT = "print('HEAVY', [m for m in {heavy} if m in sys.modules], code)"
 
 
-@pytest.mark.parametrize(("options", "code"), [("--help", 0), ("RECIPE --train.step 3", 2)])
+@pytest.mark.parametrize(("options", "code"), [("train --help", 0), ("train RECIPE --train.step 3", 2), ("config", 0)])
 def test_help_and_errors_of_the_recipe_need_no_heavy_imports(recipe: str, options: str, code: int) -> None:
-    argv = ["tlt", "train", *options.replace("RECIPE", recipe).split()]
+    argv = ["tlt", *options.replace("RECIPE", recipe).split()]
     done = python(MAIN.format(argv=argv) + REPORT.format(heavy=HEAVY))
     assert f"HEAVY [] {code}" in done.stdout, done.stderr
 
@@ -98,6 +98,7 @@ def test_help_explains_every_option_with_its_default(capsys: pytest.CaptureFixtu
     assert options > 6
     assert "--samples SAMPLES number of responses to each prompt (default: 1)" in shown["tlt generate"]
     assert "--rollout.temperature 0 is greedy" in shown["tlt generate"]
+    assert "tlt config prints every field" in shown["tlt train"]
     assert not [text for text in shown.values() if re.search(r"\(default: (None|False|\[\])?\)", text)]
     assert exit_code("--version") == 0
     assert capsys.readouterr().out == f"tlt {__version__}\n"
@@ -122,6 +123,8 @@ GENERATE = "generate MODEL --model.dtype=float64"
         (f"{GENERATE} --prompt a --rollout.top_p=3", "the command line: rollout.top_p: "),
         (f"{GENERATE} --prompt a\udcff", "is not UTF-8 text: 'a\\udcff'"),
         (f"{GENERATE} --prompt=", "is empty"),
+        (f"{GENERATE} --prompt a --rollout.max_new_tokens 9999", "lower rollout.max_new_tokens"),
+        (f"{GENERATE} --prompt a --speculation.drafter eagle", "drafter = 'eagle' needs speculation.path"),
         ("train RECIPE --workers 0", "cluster.workers"),
         ("config trian", "there is no section trian: did you mean train?"),
         ("config zzz", "there is no section zzz: give one of model, data,"),
@@ -261,18 +264,6 @@ def test_results_that_cannot_be_written_are_refused_at_once(
     for place, said in refused:
         assert exit_code(*command.split(), *[option] * option.startswith("-"), str(place)) == 2
         assert f"argument {option}: {place} {said}" in capsys.readouterr().err
-
-
-def test_a_response_longer_than_the_model_supports_names_the_field(
-    home: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refusal(capsys, "generate", str(home / "model"), "--prompt", "2 + 2", "--rollout.max_new_tokens", "9999")
-    assert said.endswith("lower rollout.max_new_tokens")
-
-
-def test_a_learned_drafter_needs_its_folder(capsys: pytest.CaptureFixture[str], home: Path) -> None:
-    said = refusal(capsys, "generate", str(home / "model"), "--prompt", "2 + 2", "--speculation.drafter", "eagle")
-    assert "speculation.drafter = 'eagle' needs speculation.path" in said
 
 
 def test_generate_reads_a_file_and_writes_one(capsys: pytest.CaptureFixture[str], home: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from tlt.config import Config, RewardTerm, parse_config
+from tlt.config import Config, parse_config
 from tlt.models.families import DecoderOptions
 from tlt.types import TrainBatch
 
@@ -135,15 +135,6 @@ def load_script(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def of_one_term(reward: dict[str, Any]) -> dict[str, Any]:
-    """Return a section [reward] in which the fields of a term are in [[reward.terms]]."""
-    fields = RewardTerm.model_fields.keys() & reward.keys()
-    if fields <= {"name"}:
-        return reward
-    term = {name: reward[name] for name in fields}
-    return {name: reward[name] for name in reward.keys() - fields} | {"terms": [term]}
 
 
 def read_completions(folder: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pools import StandIn
 
-from tlt.cluster.calls import BREAKABLE, Deadlines
+from tlt.cluster.calls import Deadlines
 from tlt.cluster.supervisor import Done, Supervisor
 
 PATIENCE = 2.0  # seconds; twelve times as many for a long call that was never seen
@@ -55,6 +55,8 @@ def test_a_deadline_follows_the_recent_durations_of_a_call() -> None:
             deadlines.took("update", duration)
         assert deadlines.seconds("update") == seconds
     assert deadlines.seconds("save") == 60.0
+    slices = ("train_drafter", "evaluate_drafter", "look_ahead")
+    assert {deadlines.seconds(method) for method in slices} == {5.0}, "calls of idle work are short"
 
 
 def test_the_timeout_of_a_call_is_ten_times_its_recent_duration(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,12 +102,3 @@ def test_a_new_call_does_not_postpone_the_timeout_of_a_running_one(monkeypatch: 
         supervisor.done(0.0)
     assert pool.replaced == [1]
     assert pool.now < began + 2 * PATIENCE
-
-
-def test_idle_calls_of_a_slice_have_the_short_timeout() -> None:
-    deadlines = Deadlines(patience=5.0)
-    assert {method: deadlines.seconds(method) for method in BREAKABLE} == {
-        "train_drafter": 5.0,
-        "evaluate_drafter": 5.0,
-        "look_ahead": 5.0,
-    }

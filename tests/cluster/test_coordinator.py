@@ -149,9 +149,9 @@ def test_one_worker_lost_at_each_call(home: Path, undisturbed: Any, method: str,
         assert sum(m == "take_state" for _, m in pool.log) == 1
 
 
-def coordinator_of(home: Path, build: Callable[[int], Any] = lambda index: None) -> Coordinator:
+def coordinator_of(home: Path) -> Coordinator:
     """Return a coordinator of two workers."""
-    return Coordinator(Supervisor(TestPool(2, build)), config_of(home, 2))
+    return Coordinator(Supervisor(TestPool(2, lambda index: None)), config_of(home, 2))
 
 
 def test_the_progress_of_an_update_is_that_of_the_slowest_worker(home: Path) -> None:
@@ -261,28 +261,6 @@ LOOK_AHEAD = {"drafter": "adaptive", "look_ahead": 2, "training": {"idle": False
 
 
 @pytest.mark.parametrize(
-    ("possible", "tried"),
-    [
-        ({"train"}, ["train"]),
-        (set[str](), ["train", "decode_ahead"]),
-    ],
-)
-def test_an_idle_worker_does_one_kind_of_work(home: Path, possible: set[str], tried: list[str]) -> None:
-    work, asked, idle = coordinator_of(home).idle, [], []
-
-    def do(name: str, *arguments: Any) -> bool:
-        asked.append(name)
-        idle.extend(arguments[1:2])
-        return name in possible
-
-    for name in ("train", "decode_ahead"):
-        setattr(work, name, partial(do, name))
-    work.start(1)
-    assert asked == tried
-    assert idle == [work.allocation.idle()] * ("train" in tried)
-
-
-@pytest.mark.parametrize(
     ("idle", "has_requests", "started"),
     [
         ([1], True, ["train", "decode_ahead", "train", "decode_ahead"]),
@@ -296,6 +274,7 @@ def test_the_only_idle_worker_trains_and_looks_ahead_in_turns(
     work, calls = coordinator_of(home).idle, []
 
     def do(name: str, possible: bool, *arguments: Any) -> bool:
+        assert name != "train" or arguments[1] == idle
         calls.extend([name] * possible)
         return possible
 

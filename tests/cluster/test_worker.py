@@ -147,14 +147,10 @@ def test_a_worker_with_the_state_of_another_trains_on_its_own_data(tmp_path: Pat
 
 def test_a_worker_with_the_state_of_another_forgets_its_own(home: Path) -> None:
     """It may have begun an update after it was given up."""
-    worker = updating(home)
+    worker = looking(home)
     worker._before = worker.state()
     worker.take_state(worker.state()._replace(version=5))
     assert worker.state().version == 5
-
-
-def updating(home: Path) -> RunWorker:
-    return RunWorker.of_run(tiny_config(home, speculation={"drafter": "off"}), 0, home / "model")
 
 
 def test_a_cache_whose_addresses_graphs_have_is_kept_if_an_update_has_room_without_it(
@@ -181,7 +177,7 @@ def test_the_state_before_an_update_is_kept_on_a_device_that_has_room(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before the first update Adam has no moments yet. They need more memory than is known."""
-    worker, cuda, free = updating(home), torch.device("cuda"), [10**9]
+    worker, cuda, free = looking(home), torch.device("cuda"), [10**9]
     monkeypatch.setattr("tlt.cluster.run_worker.free_bytes", lambda device: free[0])
     fake = SimpleNamespace(model=worker.policy.model, optimizer=worker.policy.optimizer, device=cuda)
     places = [place_of_copy(cast(Any, fake), 1000)]
@@ -193,7 +189,7 @@ def test_the_state_before_an_update_is_kept_on_a_device_that_has_room(
 
 
 def test_a_new_worker_gets_the_state_before_an_update(home: Path) -> None:
-    worker = updating(home)
+    worker = looking(home)
     before = worker.state()
     worker._before = worker.state()
     worker.policy.update(random_batch(257, responses=2), 0)

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -270,7 +269,9 @@ def test_a_driver_that_is_killed_leaves_nothing(shm: Callable[[], set[str]]) -> 
 
 
 def test_an_error_of_a_second_worker_is_not_printed(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Only the first one ends the run. Ray logs errors whose calls are dropped."""
+    """Only the first one ends the run. Ray logs errors whose calls are dropped.
+
+    A worker is requested again even if its node is lost, because the node may return within `cluster.grace`."""
     pool = RayPool(config_of(home, 2, "two"), home / "no model")
     logging.getLogger("ray").addHandler(caplog.handler)
     try:
@@ -279,21 +280,13 @@ def test_an_error_of_a_second_worker_is_not_printed(home: Path, caplog: pytest.L
             calls.clear()
             with pytest.raises(ModelError, match="no model"):
                 pool.result(call)
-    finally:
-        logging.getLogger("ray").removeHandler(caplog.handler)
-        pool.close()
-    assert caplog.text == ""
-
-
-def test_a_worker_is_requested_again_even_if_its_node_is_lost(home: Path) -> None:
-    """The node may return within `cluster.grace`. A lost node is no mistake in the recipe."""
-    pool = RayPool(config_of(home, 2, "lost"), home / "model")
-    try:
         with patch.object(pool._ray, "cluster_resources", return_value={}):
             pool.replace(0)
             assert pool.capacity() == "the workers need 2 CPUs and the cluster has 0"
     finally:
+        logging.getLogger("ray").removeHandler(caplog.handler)
         pool.close()
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(
@@ -301,6 +294,7 @@ def test_a_worker_is_requested_again_even_if_its_node_is_lost(home: Path) -> Non
     [
         ({"workers": 2}, {"CPU": 2.0}, 0),
         ({"workers": 2}, {"CPU": 2.0, "GPU": 2.0}, 1),
+        ({"workers": 2, "device": "cpu"}, {"CPU": 2.0, "GPU": 1.0}, 0),
         ({"workers": 2}, {"CPU": 1.0}, "cluster.workers = 2, but there are 1 CPUs in the Ray cluster"),
         ({"workers": 2}, {"CPU": 8.0, "GPU": 1.0}, "cluster.workers = 2, but there are 1 CUDA devices"),
         ({"workers": 4, "min_workers": 2, "address": "10.0.0.1:6379"}, {"CPU": 2.0}, 0),
@@ -310,7 +304,8 @@ def test_a_worker_is_requested_again_even_if_its_node_is_lost(home: Path) -> Non
 def test_a_cluster_has_enough_for_the_workers_at_the_start(
     home: Path, cluster: dict[str, Any], resources: dict[str, float], expected: int | str
 ) -> None:
-    config = config_of(home, 2, "small", model={"path": str(home / "model"), "device": "auto"}, cluster=cluster)
+    model = {"path": str(home / "model"), "device": cluster.pop("device", "auto")}
+    config = config_of(home, 2, "small", model=model, cluster=cluster)
     if isinstance(expected, int):
         assert _gpus_of_worker(config, resources) == expected
     else:
@@ -435,19 +430,3 @@ def test_a_ray_cluster_without_authentication_is_not_joined(home: Path) -> None:
 def test_a_missing_ray_is_an_error_of_one_sentence(home: Path) -> None:
     with patch.dict(sys.modules, {"ray": None}), pytest.raises(ConfigError, match=r"cluster\.workers.*pip install"):
         RayPool(config_of(home, 2, "none"), home)
-
-
-def test_a_run_on_cpus_takes_no_gpu(home: Path) -> None:
-    config = config_of(home, 2, "cpus", model={"path": str(home / "model"), "device": "cpu"})
-    assert _gpus_of_worker(config, {"CPU": 2.0, "GPU": 1.0}) == 0
-
-
-@pytest.mark.parametrize(("folder", "cores"), [("/tmp/r", [6, 9]), ("", ())], ids=["own Ray", "joined"])
-def test_workers_of_the_runs_own_ray_have_their_own_cores(home: Path, folder: str, cores: Any) -> None:
-    pool, given = object.__new__(RayPool), list[Any]()
-    actor = SimpleNamespace(remote=lambda *arguments: given.extend(arguments))
-    pool._config, pool.size, pool.folder, pool._gpus = config_of(home, 2, "cores"), 2, folder, 0
-    pool._ray = SimpleNamespace(remote=lambda **options: lambda kind: actor)
-    with patch("os.sched_getaffinity", lambda pid: {3, 5, 6, 9}):
-        pool._actor(1, "model")
-    assert given[3].cores == cores

@@ -167,28 +167,25 @@ def test_an_answer_is_not_a_call(text: str) -> None:
         (f"I add `{JSON}`", "the call is not JSON: Extra data"),
         (f"I add {JSON} now", "the call is not JSON: Extra data"),
         # an argument without its end tag, or with another one (claude-code #84362, vllm #49248)
-        (
-            "<tool_call><function=add><parameter=first>2</function></tool_call>",
-            "outside its arguments: '<parameter=first>2",
-        ),
+        ("<tool_call><function=add><parameter=first>2</function></tool_call>", "outside its arguments"),
         (
             "<tool_call><function=add><parameter=first>2<parameter=word>x</parameter></function></tool_call>",
-            "outside its",
+            "outside its arguments",
         ),
         (
             "<tool_call><function=add><parameter=first>2</first><parameter=word>x</parameter></function></tool_call>",
-            "outside",
+            "outside its arguments",
         ),
-        ("<tool_call><function=add>2</parameter></function></tool_call>", "outside its arguments: '2</parameter>'"),
-        ("<tool_call>add<arg_key>word</arg_key>how many</arg_value></tool_call>", "outside its arguments: '<arg_key>"),
+        ("<tool_call><function=add>2</parameter></function></tool_call>", "outside its arguments"),
+        ("<tool_call>add<arg_key>word</arg_key>how many</arg_value></tool_call>", "outside its arguments"),
         # an argument whose text ends with its end tag
         (
             "<tool_call><function=add><parameter=word>a</parameter>\n</parameter></function></tool_call>",
-            "outside its arguments: '</parameter>'",
+            "outside its arguments",
         ),
         (
             "<tool_call>add<arg_key>word</arg_key><arg_value>a</arg_value></arg_value></tool_call>",
-            "outside its arguments: '</arg_value>'",
+            "outside its arguments",
         ),
         # tags without a call
         ("add 2</tool_call>", "not in the form of the chat template"),

@@ -16,7 +16,6 @@ from tlt import cli
 from tlt.report import ReportError, write_report, write_report_or_warn
 from tlt.report import page as page_module
 from tlt.report.page import FILES, advice, read_run, useful_share, worker_seconds
-from tlt.run.record import runs_of
 
 
 def shown(path: Path) -> dict[str, Any]:
@@ -107,11 +106,6 @@ def test_the_proof_has_the_result_of_the_check_at_start(tmp_path: Path) -> None:
 def test_a_number_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
     folder = with_lines(tmp_path / "run", line(0), line(1, update={"entropy": float("nan")}))
     assert shown(write_report(folder))["columns"]["update/entropy"] == [[1, 0.5]]
-
-
-def test_token_letters_become_run_lengths() -> None:
-    assert runs_of("sss..a") == "3s2.1a"
-    assert runs_of("") == ""
 
 
 def test_text_of_a_name_cannot_end_the_script_element(tmp_path: Path) -> None:

@@ -12,15 +12,12 @@ from typing import Any
 
 import pytest
 import tiny_programs
+from judging import PROMPT, is_gone, judged, responses
 
 from tlt.config import Config, parse_config
 from tlt.rewards import make_reward
-from tlt.rewards.answers import Answer
 from tlt.rewards.isolated import IsolatedScore
-from tlt.rewards.verdicts import Verdict
-from tlt.types import Prompt, Request, Response, SamplingParams
 
-PROMPT = Prompt(5, "the question", (1,))
 ALONE = [function.__name__ for function in tiny_programs.ALONE]
 
 
@@ -28,25 +25,6 @@ def config(*names: str, **reward: Any) -> Config:
     terms = [{"name": f"tiny_programs:{name}"} for name in names]
     tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"terms": terms, "timeout_seconds": 20.0} | reward}
     return parse_config(tree)
-
-
-def judged(isolated: IsolatedScore, text: str = "") -> Verdict:
-    return isolated.score_all([(PROMPT, Answer(text, text, 1))])[0]
-
-
-def response(text: str) -> Response:
-    return Response(Request(PROMPT, 0, 0, 0, SamplingParams()), [1], [], [], "stop", text)
-
-
-def gone(pid: int) -> bool:
-    """Return whether a process ends within ten seconds."""
-    for _ in range(100):
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.1)
-    return False
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +88,7 @@ def test_a_crash_is_seen_at_once_though_a_child_lives_on(left: str) -> None:
 def test_a_call_whose_program_got_a_signal_to_all_processes_is_repeated(tmp_path: Path) -> None:
     """Otherwise a run that is stopped would learn from the reward of a program that did not end by itself."""
     reward, seen = make_reward(config("runs_a_program"), [PROMPT]), tmp_path / "seen"
-    given = response(str(seen))
+    (given,) = responses(str(seen))
     reward.submit(given)
     while not seen.exists() or not seen.read_text(encoding="utf-8").endswith("\n"):
         time.sleep(0.01)
@@ -126,11 +104,12 @@ def test_a_call_whose_program_got_a_signal_to_all_processes_is_repeated(tmp_path
 
 def test_exit_handlers_run_and_then_nothing_is_left(tmp_path: Path) -> None:
     reward = make_reward(config("leaves_a_folder"), [PROMPT])
-    reward([given := response(str(tmp_path))])
+    (given,) = responses(str(tmp_path))
+    reward([given])
     reward.close()
     assert given.reward == 1.0
     assert [path.name for path in tmp_path.iterdir()] == ["ended"], "the temporary folder is removed"
-    assert gone(int((tmp_path / "ended").read_text(encoding="utf-8")))
+    assert is_gone(int((tmp_path / "ended").read_text(encoding="utf-8")))
 
 
 def test_exit_handlers_that_hang_are_killed() -> None:

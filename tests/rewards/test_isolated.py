@@ -6,39 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import of_one_term
+from judging import PROMPT, answer, config, is_gone, judged, responses
 
-from tlt.config import Config, parse_config
 from tlt.rewards import AtOnce, make_reward
-from tlt.rewards.isolated import IsolatedScore, Verdict
-from tlt.rewards.scores import Answer, Term, make_terms, one_by_one, score, score_all
-from tlt.types import Prompt, Request, Response, SamplingParams
-
-PROMPT = Prompt(5, "the question", (1,), {"answer": "7"})
-
-
-def config(name: str = "tiny_rewards:trouble", **reward: Any) -> Config:
-    section = {"name": name, "timeout_seconds": 20.0} | reward
-    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": of_one_term(section)})
-
-
-def responses(*texts: str) -> list[Response]:
-    request = Request(PROMPT, 0, 0, 0, SamplingParams())
-    return [Response(request, [1] * len(text), [], [], "stop", text) for text in texts]
-
-
-def answer(text: str) -> Answer:
-    return Answer(text, text, len(text))
-
-
-def judged(isolated: IsolatedScore, text: str) -> Verdict:
-    return isolated.score_all([(PROMPT, answer(text))])[0]
+from tlt.rewards.isolated import IsolatedScore
+from tlt.rewards.scores import Term, make_terms, one_by_one, score, score_all
+from tlt.types import Prompt
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +176,7 @@ def test_rewards_that_cannot_hang_need_no_process() -> None:
 RUN = """
 import os, sys
 sys.path[:0] = {path}
-from test_isolated import IsolatedScore, config, judged
+from judging import IsolatedScore, config, judged
 if __name__ == "__main__":
     isolated = IsolatedScore(config(timeout_seconds=1000.0))
     print(int(judged(isolated, "child").reward), flush=True)
@@ -215,11 +194,8 @@ def test_it_ends_with_the_run_in_any_case(tmp_path: Any, then: str) -> None:
     if "hang" in then:
         run.kill()
     run.wait(timeout=30)
-    for _ in range(100):
-        try:
-            os.kill(child, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    os.kill(child, signal.SIGKILL)
-    pytest.fail("the reward's process outlives the run")
+    try:
+        assert is_gone(child), "the reward's process outlives the run"
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)

@@ -15,34 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import of_one_term
+from judging import PROMPT, answer, is_gone, recipe, responses
+from judging import config as config_of
 
-from tlt.config import Config, parse_config
+from tlt.config import Config
 from tlt.rewards import Reward, RewardError, Scored, make_reward
 from tlt.rewards.answers import Answer
 from tlt.rewards.isolated import IsolatedScore, Verdict
 from tlt.rewards.score_pool import ScorePool
 from tlt.rewards.scores import make_terms, score, score_all
-from tlt.types import Prompt, Request, Response, SamplingParams
-
-PROMPT = Prompt(5, "the question", (1,), {"answer": "7", "task": "sums"})
 
 
 def config(name: str, **reward: Any) -> Config:
-    section = {"name": f"tiny_rewards:{name}", "timeout_seconds": 20.0} | reward
-    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": of_one_term(section)})
+    return config_of(f"tiny_rewards:{name}", **reward)
 
 
 def of_the_user(folder: Path, source: str) -> Config:
     """Return a configuration whose reward is the function f of this source."""
     (folder / "own.py").write_text(source, encoding="utf-8")
-    reward = {"name": "own:f", "folder": str(folder)}
-    return parse_config({"model": {"path": "-"}, "data": {"path": "-"}, "reward": reward})
-
-
-def responses(*texts: str) -> list[Response]:
-    request = Request(PROMPT, 0, 0, 0, SamplingParams())
-    return [Response(request, [1] * max(1, len(text)), [], [], "stop", text) for text in texts]
+    return config_of("own:f", folder=str(folder))
 
 
 @contextmanager
@@ -134,7 +125,7 @@ def pool_of(start: Any) -> Iterator[ScorePool]:
 
 
 def score_many(pool: ScorePool, count: int) -> None:
-    verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(count)]
+    verdicts = [pool.submit(PROMPT, answer("")) for _ in range(count)]
     assert all(pool.result(verdict).reward == 1.0 for verdict in verdicts)
 
 
@@ -166,9 +157,19 @@ def test_rewards_that_hang_wait_at_the_same_time() -> None:
     assert time.monotonic() - began < 40
 
 
-def test_a_response_that_ends_its_process_twice_is_a_crash_and_the_others_are_scored() -> None:
-    found = outcome_of("trouble", "one", "raise", "die", "three")
-    assert found == [(3.0, ""), (None, "error"), (None, "crash"), (5.0, "")]
+@pytest.mark.parametrize(
+    ("name", "texts", "options", "expected"),
+    [
+        ("trouble", ["one", "raise", "die", "three"], {}, [(3.0, ""), (None, "error"), (None, "crash"), (5.0, "")]),
+        ("exits", ["1", "exit", "2"], {}, [(1.0, ""), (None, "error"), (2.0, "")]),
+        ("asks_a_server", ["0.1", "99", "0.1"], {"timeout_seconds": 1.5}, [(3.0, ""), (None, "timeout"), (3.0, "")]),
+        ("waits_in_a_thread", [*["60"] * 15, "0"], {"timeout_seconds": 1.0}, [(None, "timeout")] * 15 + [(1.0, "")]),
+        ("of_lists", ["a", "hang"], {"batched": True, "timeout_seconds": 1.5}, [(1.0, ""), (None, "timeout")]),
+    ],
+    ids=["ends its process twice", "async, exits", "async, hangs", "a thread for each call", "a list, hangs"],
+)
+def test_a_call_that_fails_is_lost_alone(name: str, texts: list[str], options: dict[str, Any], expected: Any) -> None:
+    assert outcome_of(name, *texts, **options) == expected
 
 
 def test_the_work_of_a_lost_process_goes_to_the_others() -> None:
@@ -262,7 +263,7 @@ def test_calls_lost_together_are_repeated_one_by_one() -> None:
 
     with pool_of(lambda: Lost(0.0)) as pool:
         with pool._changed:  # so that its process sees all three
-            verdicts = [pool.submit(PROMPT, Answer("", "", 1)) for _ in range(3)]
+            verdicts = [pool.submit(PROMPT, answer("")) for _ in range(3)]
         assert [pool.result(verdict).reward for verdict in verdicts] == [1.0] * 3
     assert sizes == [3, 1, 1, 1]
 
@@ -283,23 +284,13 @@ def test_all_calls_of_an_async_function_share_an_event_loop(
     monkeypatch.setattr("tiny_rewards.one_at_a_time", asyncio.Semaphore(1))
     terms = make_terms(config(name, batched=batched))
     for _ in range(2):
-        assert score_all(terms, [(PROMPT, Answer("", "", 1))] * 2) == [Verdict(1.0, scores={terms[0].name: 1.0})] * 2
+        assert score_all(terms, [(PROMPT, answer(""))] * 2) == [Verdict(1.0, scores={terms[0].name: 1.0})] * 2
 
 
 def test_threads_of_async_calls_that_hang_keep_no_place() -> None:
     with judges(config("waits_in_a_thread", timeout_seconds=1.0)) as made:
         assert scored(made, "0", *["60"] * 40) == [(1.0, "")] + [(None, "timeout")] * 40
         assert scored(made, "0") == [(1.0, "")]
-
-
-def test_an_async_call_that_exits_is_lost_alone() -> None:
-    found = outcome_of("exits", "1", "exit", "2", "3")
-    assert found == [(1.0, ""), (None, "error"), (2.0, ""), (3.0, "")]
-
-
-def test_each_call_of_a_batch_has_a_thread() -> None:
-    found = outcome_of("waits_in_a_thread", *["60"] * 15, "0", timeout_seconds=1.0)
-    assert found == [(None, "timeout")] * 15 + [(1.0, "")]
 
 
 def test_a_process_full_of_threads_that_hang_is_replaced(tmp_path: Path) -> None:
@@ -314,29 +305,19 @@ def test_a_process_full_of_threads_that_hang_is_replaced(tmp_path: Path) -> None
     process.close()
 
 
-def test_one_async_call_that_hangs_is_lost_alone() -> None:
-    found = outcome_of("asks_a_server", "0.1", "99", "0.1", timeout_seconds=1.5)
-    assert found == [(3.0, ""), (None, "timeout"), (3.0, "")]
-
-
 def test_a_function_of_lists_is_called_once() -> None:
     terms = make_terms(config("of_lists", batched=True))
-    asked = [(PROMPT, Answer(text, text, 1)) for text in ("a", "", "c")]
+    asked = [(PROMPT, answer(text)) for text in ("a", "", "c")]
     assert [(v.reward, v.outcome) for v in score_all(terms, asked)] == [(3.0, ""), (None, "does not apply"), (3.0, "")]
-    verdicts = score_all(terms, [(PROMPT, Answer(text, text, 1)) for text in ("few", "b")])
+    verdicts = score_all(terms, [(PROMPT, answer(text)) for text in ("few", "b")])
     assert [(v.outcome, "returned 0 numbers for 2 responses" in v.detail) for v in verdicts] == [("error", True)] * 2
 
 
 @pytest.mark.parametrize("word", ["dict", "set", "str", "bytes"])
 def test_a_result_that_is_not_a_list_gives_no_reward(word: str) -> None:
-    verdicts = score_all(make_terms(config("of_lists", batched=True)), [(PROMPT, Answer(word, word, 1))] * 2)
+    verdicts = score_all(make_terms(config("of_lists", batched=True)), [(PROMPT, answer(word))] * 2)
     assert [(v.reward, v.outcome) for v in verdicts] == [(None, "error")] * 2
     assert all(f"it returned a {word}, not a list of numbers" in v.detail for v in verdicts)
-
-
-def test_calls_of_a_batch_with_one_that_hangs_are_repeated() -> None:
-    found = outcome_of("of_lists", "a", "hang", "c", batched=True, timeout_seconds=1.5)
-    assert [outcome for _, outcome in found] == ["", "timeout", ""]
 
 
 def test_a_function_may_have_all_parameters() -> None:
@@ -345,8 +326,7 @@ def test_a_function_may_have_all_parameters() -> None:
 
 
 def terms_of(*terms: dict[str, Any]) -> Any:
-    tree = {"model": {"path": "-"}, "data": {"path": "-"}, "reward": {"terms": list(terms)}}
-    return make_terms(parse_config(tree))
+    return make_terms(recipe({"terms": list(terms)}))
 
 
 @pytest.mark.parametrize(
@@ -363,13 +343,13 @@ def terms_of(*terms: dict[str, Any]) -> Any:
 def test_a_failing_term_follows_if_fails(text: str, if_fails: str, expected: tuple[Any, str]) -> None:
     format_ = {"name": "format", "pattern": ".", "weight": 0.5}
     terms = terms_of({"name": "tiny_rewards:trouble", "weight": 2.0, "if_fails": if_fails}, format_)
-    assert score(terms, PROMPT, Answer(text, text, 1))[:2] == expected
+    assert score(terms, PROMPT, answer(text))[:2] == expected
 
 
 def test_without_any_term_there_is_no_reward() -> None:
     terms = terms_of({"name": "tiny_rewards:trouble", "if_fails": "term"})
-    assert score(terms, PROMPT, Answer("raise", "raise", 1))[:2] == (None, "error")
-    assert score(terms, PROMPT, Answer("nothing", "nothing", 1))[:2] == (None, "does not apply")
+    assert score(terms, PROMPT, answer("raise"))[:2] == (None, "error")
+    assert score(terms, PROMPT, answer("nothing"))[:2] == (None, "does not apply")
 
 
 def test_printed_text_is_in_the_log_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -405,7 +385,7 @@ def test_the_log_file_is_bounded(tmp_path: Path) -> None:
     log = tmp_path / "reward.log"
     scorer = IsolatedScore(of_the_user(tmp_path, source), log)
     for text in "abc":
-        assert scorer.score_all([(PROMPT, Answer(text, text, 1))])[0].reward == 1.0
+        assert scorer.score_all([(PROMPT, answer(text))])[0].reward == 1.0
     scorer.close()
     said = log.read_text(encoding="utf-8")
     assert (said[:2], len(said) < 10 * 2**20) == ("c ", True)
@@ -447,10 +427,4 @@ def test_orphaned_children_end_with_the_process() -> None:
         child = int(given[0].reward or 0)
         assert child
         os.kill(child, 0)
-    for _ in range(50):
-        try:
-            os.kill(child, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.1)
-    pytest.fail("a grandchild outlives the reward's process")
+    assert is_gone(child), "a grandchild outlives the reward's process"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import reasoning_gym
+from judging import recipe
 from reasoning_gym.factory import DATASETS
-from tiny import of_one_term
 
-from tlt.config import Config, parse_config
+from tlt.config import Config
 from tlt.data.prompts import load_prompts
 from tlt.rewards.answers import Answer, RewardError, extract_answer
 from tlt.rewards.scores import RAISES_ON_MALFORMED, Score, make_terms, score, score_all
@@ -19,7 +19,7 @@ from tlt.types import Prompt
 
 
 def config(data: dict[str, Any] | None = None, **reward: Any) -> Config:
-    return parse_config({"model": {"path": "-"}, "data": data or {"path": "-"}, "reward": of_one_term(reward)})
+    return recipe(reward, **data or {})
 
 
 def prompt(**data: Any) -> Prompt:

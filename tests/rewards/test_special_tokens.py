@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import of_one_term, tiny_model
+from judging import recipe
+from tiny import tiny_model
 from transformers import AutoTokenizer
 
-from tlt.config import parse_config
 from tlt.data.tokenizer import load_tokenizer
 from tlt.rewards import RewardError, refuse_special_tokens
 
@@ -25,9 +25,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def checked(tokenizer: Any, prefill: str = "", **reward: Any) -> None:
-    data = {"path": "-", "prefill": prefill}
-    tree = {"model": {"path": "-"}, "data": data, "reward": of_one_term(reward)}
-    refuse_special_tokens(parse_config(tree), tokenizer)
+    refuse_special_tokens(recipe(reward, prefill=prefill), tokenizer)
 
 
 @pytest.mark.parametrize("name", ["answer_marker", "answer_end"])
