@@ -131,16 +131,10 @@ LLAMA2 = (
     "{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 ENDS = {
-    **{"QWEN3": "<|im_end|>", "CODER": "<|im_end|>", "SMOL": "<|im_end|>", "LLAMA3": "<|eot_id|>", "MISTRAL": "</s>"},
-    **{
-        "MISTRAL_11": "</s>",
-        "MISTRAL_13": "</s>",
-        "GEMMA3": "<end_of_turn>",
-        "GPT_OSS": "<|end|>",
-        "GLM4": "<|user|>",
-        "DEEPSEEK": "<end>",
-    },
-    **{"COHERE": "</TURN>", "PHI3": "<|end|>", "LLAMA2": "</s>"},
+    **dict.fromkeys(("QWEN3", "CODER", "SMOL"), "<|im_end|>"),
+    **dict.fromkeys(("MISTRAL", "MISTRAL_11", "MISTRAL_13", "LLAMA2"), "</s>"),
+    **dict.fromkeys(("GPT_OSS", "PHI3"), "<|end|>"),
+    **{"LLAMA3": "<|eot_id|>", "GEMMA3": "<end_of_turn>", "GLM4": "<|user|>", "DEEPSEEK": "<end>", "COHERE": "</TURN>"},
 }
 """token that ends a turn of the model without calls, by the name of the template"""
 CALL_ENDS = ENDS | {"GPT_OSS": "<|call|>", "GLM4": "<|observation|>"}

@@ -12,7 +12,7 @@ from tiny_templates import CALL_ENDS, LLAMA3, QWEN3, TOOLS, family
 from transformers.utils.chat_parsing import parse_response
 
 from tlt.config import DataConfig
-from tlt.data.continuation import Call, calling
+from tlt.data.continuation import Call, Continuation, calling
 from tlt.data.prompts import reply_encoder
 from tlt.environments.call_reader import FORMS, CallReader, call_reader
 
@@ -37,11 +37,16 @@ GEMMA4 = {  # as in the tokenizers of Gemma 4
 }
 
 
-def reader(name: str, template: str = "", **data: Any) -> CallReader:
+def encoder_of(name: str, template: str = "", response_template: Any = None) -> Continuation:
+    """Return the encoder of replies of a family's tokenizer with tools. The templates replace its own."""
     tokenizer = family(name)
     tokenizer.chat_template = template or tokenizer.chat_template
-    config = DataConfig(path="-", chat=True, chat_arguments={"tools": TOOLS}, **data)
-    return call_reader(reply_encoder(tokenizer, config))
+    tokenizer.response_template = response_template
+    return reply_encoder(tokenizer, DataConfig(path="-", chat=True, chat_arguments={"tools": TOOLS}))
+
+
+def reader(name: str, template: str = "", response_template: Any = None) -> CallReader:
+    return call_reader(encoder_of(name, template, response_template))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def reader(name: str, template: str = "", **data: Any) -> CallReader:
 )
 def test_calls_that_a_template_writes_are_read_back(name: str) -> None:
     """The end of the turn may be a special token. In some forms, arguments are text, as the template writes them."""
-    encode = reply_encoder(family(name), DataConfig(path="-", chat=True, chat_arguments={"tools": TOOLS}))
+    encode = encoder_of(name)
     read, end = call_reader(encode), CALL_ENDS[name]
     assert (read.fault, read.several) == ("", name != "LLAMA3")
     given = ARGUMENTS
@@ -239,15 +244,12 @@ def test_two_calls_are_malformed_if_the_template_writes_one() -> None:
     assert call.error == "the chat template has one call in a turn"
 
 
-def test_the_response_template_of_the_tokenizer_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_response_template_of_the_tokenizer_comes_first() -> None:
     """It reads what transformers reads, and its tags mark a call."""
     template = QWEN3.replace(
         CALL, "<|tool_call>call:{{ call.function.name }}{{ call.function.arguments | tojson }}<tool_call|>"
     )
-    tokenizer = family("QWEN3")
-    tokenizer.chat_template, tokenizer.response_template = template, GEMMA4
-    encode = reply_encoder(tokenizer, DataConfig(path="-", chat=True, chat_arguments={"tools": TOOLS}))
-    read = call_reader(encode)
+    read = reader("QWEN3", template, GEMMA4)
     assert read.form == GEMMA4
     text = (
         '<|channel>thought\nHm.<channel|>I add.<|tool_call>call:add{first:2,word:<|"|>a "b"<|"|>}<tool_call|><|im_end|>'
@@ -263,14 +265,9 @@ def test_the_response_template_of_the_tokenizer_comes_first(monkeypatch: pytest.
         (call,) = read(malformed)
         assert call.error
     same = {**FORMS[2], "start_anchor": "x"}  # it reads what one of ours reads
-    tokenizer.chat_template, tokenizer.response_template = QWEN3, same
-    encode = reply_encoder(tokenizer, DataConfig(path="-", chat=True, chat_arguments={"tools": TOOLS}))
-    assert call_reader(encode).form == same
-    tokenizer.response_template = {"start_anchor": "x", "fields": {"content": {}}}  # it has no calls
-    assert (
-        call_reader(reply_encoder(tokenizer, DataConfig(path="-", chat=True, chat_arguments={"tools": TOOLS}))).form
-        in FORMS
-    )
+    assert reader("QWEN3", response_template=same).form == same
+    without_calls = {"start_anchor": "x", "fields": {"content": {}}}
+    assert reader("QWEN3", response_template=without_calls).form in FORMS
 
 
 @pytest.mark.parametrize(

@@ -151,10 +151,8 @@ def updated(
 
 @pytest.mark.parametrize(("loss", "size", "responses"), [("grpo", 2, 6), ("gspo", 3, 6), ("dapo", 3, 2)])
 def test_several_members_end_with_the_weights_of_one(folder: Path, loss: str, size: int, responses: int) -> None:
-    """If there are 3 members, 2 responses and 2 optimizer steps, some members have no response in an optimizer step.
-    One response of six has no gradient, and counts once."""
+    """If there are 3 members, 2 responses and 2 optimizer steps, some members have no response in an optimizer step."""
     batch = random_batch(VOCAB, responses=responses)
-    batch.advantages[-1] *= float(responses < 6)
     settings = {"loss": loss, "updates_per_step": 2, "kl_weight": 0.1}
     ((metrics, expected),) = updated(folder, 1, batch, **settings)
     members = updated(folder, size, batch, **settings)
@@ -166,6 +164,14 @@ def test_several_members_end_with_the_weights_of_one(folder: Path, loss: str, si
             torch.testing.assert_close(tensors[name], tensor, rtol=1e-10, atol=1e-12)
     for _, tensors in members[1:]:
         assert all(torch.equal(tensors[name], members[0][1][name]) for name in expected)
+
+
+def test_tokens_without_gradient_count_once_in_a_group(folder: Path) -> None:
+    batch = random_batch(VOCAB, responses=6)
+    batch.advantages[-1] = 0.0
+    ((alone, _),) = updated(folder, 1, batch)
+    for metrics, _ in updated(folder, 2, batch):
+        assert metrics["entropy"] == pytest.approx(alone["entropy"], rel=1e-10)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +288,18 @@ def test_a_collective_that_waits_for_a_lost_member_is_ended(monkeypatch: pytest.
     with pytest.raises(GroupBroken, match="aborted on rank 0"):
         group.sum_(torch.ones(1))
     assert watched[3:] == ["left"], "the others need not wait for this member"
+
+
+def test_gradients_that_are_taken_are_copies() -> None:
+    first, second = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    (2 * first).sum().backward()
+    gradient = first.grad
+    taken = take_gradients([first, second])
+    assert gradient is not None
+    gradient.zero_()
+    assert [one.tolist() for one in taken] == [[2.0, 2.0], [0.0, 0.0]]
+    assert first.grad is None
+    assert not taken[0].requires_grad
 
 
 def test_a_worker_leaves_its_group_before_it_joins_another() -> None:

@@ -49,11 +49,8 @@ def make_policy(
     return policy
 
 
-def plain_model(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
-    if dtype == torch.float64:
-        widen(model)
-    return model
+def plain_model(folder: Path) -> Any:
+    return widen(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, local_files_only=True).eval())
 
 
 def plain_logprobs(model: Any, prompt: tuple[int, ...], response: list[int]) -> Tensor:
@@ -281,9 +278,9 @@ def shares_of(loss: str, lengths: list[int]) -> list[float]:
     return [share.weight(length, LONGEST) / share.total(lengths) for length in lengths]
 
 
-def with_replies(batch: TrainBatch, seed: int = 0) -> TrainBatch:
+def with_replies(batch: TrainBatch) -> TrainBatch:
     """Return the batch with tokens of an environment in most responses. Two responses share their prompt."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     batch.prompt_ids[1] = batch.prompt_ids[0] = (3, 1, 4, 1, 5, 9)
     for i in range(5):
         mask = (torch.rand(len(batch.response_ids[i]), generator=generator) < 0.6).tolist()
