@@ -19,6 +19,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import psutil
@@ -430,3 +431,14 @@ def test_a_ray_cluster_without_authentication_is_not_joined(home: Path) -> None:
 def test_a_missing_ray_is_an_error_of_one_sentence(home: Path) -> None:
     with patch.dict(sys.modules, {"ray": None}), pytest.raises(ConfigError, match=r"cluster\.workers.*pip install"):
         RayPool(config_of(home, 2, "none"), home)
+
+
+@pytest.mark.parametrize(("folder", "cores"), [("/tmp/r", [6, 9]), ("", ())], ids=["own Ray", "joined"])
+def test_workers_of_the_runs_own_ray_have_their_own_cores(home: Path, folder: str, cores: Any) -> None:
+    pool, given = object.__new__(RayPool), list[Any]()
+    actor = SimpleNamespace(remote=lambda *arguments: given.extend(arguments))
+    pool._config, pool.size, pool.folder, pool._gpus = config_of(home, 2, "cores"), 2, folder, 0
+    pool._ray = SimpleNamespace(remote=lambda **options: lambda kind: actor)
+    with patch("os.sched_getaffinity", lambda pid: {3, 5, 6, 9}):
+        pool._actor(1, "model")
+    assert given[3].cores == cores

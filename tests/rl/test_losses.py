@@ -129,3 +129,11 @@ def test_logprobs_are_computed_only_for_responses_that_need_them() -> None:
     assert found() == [4]
     assert found(kl_weight=0.1) == [0, 1, 2, 3, 4]
     assert found(kl_weight=0.1, kl_in="reward") == [0, 1, 2, 3, 4, 5]
+
+
+def test_weighted_sum_by_hand() -> None:
+    # ratios 1.5, 0.5, 1.0; A 1, -1, 2; terms -1.2, 0.8, -2; weights 0.5, 0.3, 0.2: -0.6 + 0.24 - 0.4 = -0.76
+    given, _ = inputs([1.5, 0.5, 1.0], [1.0, -1.0, 2.0], [0.5, 0.3, 0.2])
+    out = clipped_policy_loss(given, Clip(0.2, 0.2))
+    assert out.loss.item() == pytest.approx(-0.76, abs=1e-12)
+    assert out.clipped.item() == pytest.approx(0.8, abs=1e-12)  # the first two tokens
