@@ -6,6 +6,7 @@ leave, slots are reused, requests are in any order, the rows of a request are to
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Iterable, Sequence
@@ -53,16 +54,16 @@ _CONTENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def modules() -> dict[str, ModuleType]:
-    """Return entries for sys.modules, whether vLLM is installed or not."""
+def put_modules(monkeypatch: Any, contents: dict[str, dict[str, Any]] = _CONTENTS) -> None:
+    """Put modules with these contents, and the packages around them, into sys.modules, whether vLLM is installed or
+    not."""
     found: dict[str, ModuleType] = {}
-    for leaf, contents in _CONTENTS.items():
-        parts = leaf.split(".")
-        for end in range(1, len(parts) + 1):
-            name = ".".join(parts[:end])
+    for leaf, names in contents.items():
+        for name in itertools.accumulate(leaf.split("."), "{}.{}".format):
             found.setdefault(name, ModuleType(name))
-        vars(found[leaf]).update(contents)
-    return found
+        vars(found[leaf]).update(names)
+    for name, module in found.items():
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 class Runner:
@@ -320,8 +321,7 @@ def install(monkeypatch: Any) -> list[LLM]:
         started.append(LLM(arguments))
         return started[-1]
 
-    for name, module in modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    put_modules(monkeypatch)
     monkeypatch.setattr("tlt.vllm.target._start", start)
     for module in ("target", "worker_extension"):
         monkeypatch.setattr(f"tlt.vllm.{module}.require_vllm", lambda: None)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from tiny import EOS, tiny_model
@@ -280,8 +281,6 @@ def test_a_model_that_differs_from_its_config_is_refused(folder: Path) -> None:
 
 
 def add_adapters(trainer: FakeTrainer, **changes: Any) -> None:
-    import peft
-
     torch.manual_seed(0)
     shape = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, **changes)
     trainer.model = trainer.model_wrapped = peft.get_peft_model(trainer.model, shape)
@@ -349,6 +348,13 @@ def test_the_last_responses_to_a_prompt_are_kept_and_their_seeds_are_repeated_by
     ("change", "name"),
     [
         (lambda trainer: trainer.model.half(), "fp16"),
+        *(
+            (lambda trainer, option=option, value=value: add_adapters(trainer, **{option: value}), option)
+            for option, value in (
+                *[("lora_bias", True), ("use_dora", True), ("trainable_token_indices", [1, 2])],
+                ("kasa_config", peft.tuners.lora.config.KasaConfig()),  # newer than this code
+            )
+        ),
         (lambda trainer: setattr(trainer.model, "is_quantized", True), "quantized"),  # as bitsandbytes has it
         (lambda trainer: setattr(trainer, "tools", (print,)), "tools in this TRL, .* has no _generate_single_turn"),
         *(
@@ -381,18 +387,6 @@ def test_an_unsupported_setting_is_refused(folder: Path, change: Callable[[FakeT
 def test_a_prompt_that_is_too_long_is_refused_with_trls_option(folder: Path, text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         off()(["why?", text], FakeTrainer(folder))
-
-
-@pytest.mark.parametrize("option", ["lora_bias", "use_dora", "trainable_token_indices", "kasa_config"])
-def test_adapters_that_are_not_merged_are_refused_by_name(folder: Path, option: str) -> None:
-    """KaSA is newer than this code, which knows the options that it merges."""
-    import peft
-
-    values = {"trainable_token_indices": [1, 2], "kasa_config": peft.tuners.lora.config.KasaConfig()}
-    trainer = FakeTrainer(folder)
-    add_adapters(trainer, **{option: values.get(option, True)})
-    with pytest.raises(trl_terms.UnsupportedError, match=option):
-        off()(PROMPTS, trainer)
 
 
 def test_invalid_settings_of_tlt_are_refused(folder: Path) -> None:

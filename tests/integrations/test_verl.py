@@ -9,15 +9,15 @@ import ast
 import asyncio
 import importlib
 import importlib.util
-import itertools
 import os
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from fake_vllm import put_modules
 from tiny import tiny_model
 
 from tlt.integrations import UnsupportedError
@@ -112,12 +112,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
     contents: dict[str, dict[str, Any]] = {name: {c.__name__: c for c in classes} for name, classes in FAKES.items()}
     contents |= {"verl.workers.rollout.replica": replica, "verl.workers.rollout.base": {"_ROLLOUT_REGISTRY": found}}
     contents |= {"ray": {"remote": lambda owner: ("actor of", owner)}}
-    for leaf, names in contents.items():
-        parts = leaf.split(".")
-        for name in itertools.accumulate(parts, "{}.{}".format):
-            if name not in contents or name == leaf:
-                monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[leaf]).update(names)
+    put_modules(monkeypatch, contents)
     for name in ("verl", "verl_worker", "verl_plugin"):
         monkeypatch.delitem(sys.modules, f"tlt.integrations.{name}", raising=False)
     monkeypatch.setattr("tlt.vllm.settings.vllm_version", lambda: "0.32.0")

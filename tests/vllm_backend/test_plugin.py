@@ -3,8 +3,7 @@ vLLM is not needed."""
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import fake_vllm
@@ -47,12 +46,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
         "vllm.v1.engine.input_processor": {"InputProcessor": Processor},
         "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner": Runner},
     }
-    for name, found in contents.items():
-        module = ModuleType(name)
-        vars(module).update(found)
-        monkeypatch.setitem(sys.modules, name, module)
-    for name in ("vllm", "vllm.v1", "vllm.v1.engine", "vllm.v1.worker"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    fake_vllm.put_modules(monkeypatch, contents)
     monkeypatch.setattr(plugin, "vllm_version", lambda: "0.32.0")
     monkeypatch.setattr("tlt.vllm.worker_extension.require_vllm", lambda: None)
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)

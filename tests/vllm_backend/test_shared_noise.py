@@ -40,8 +40,7 @@ def target() -> Any:
 
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> type:
-    for name, module in fake_vllm.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    fake_vllm.put_modules(monkeypatch)
     monkeypatch.delitem(sys.modules, "tlt.vllm.processor", raising=False)
     from tlt.vllm.processor import SharedNoise
 

@@ -1,35 +1,25 @@
-"""Arguments with which vLLM is started. vLLM is not needed."""
+"""Versions of vLLM, and the arguments with which it is started. vLLM is not needed."""
 
 from __future__ import annotations
 
 import os
-import re
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import fake_vllm
 import pytest
 import torch
-from pydantic import BaseModel, ValidationError
 from tiny import tiny_config
 from transformers import GPT2Config
 
 from tlt.build import open_target
 from tlt.config import EngineConfig, ModelConfig
 from tlt.models import device
-from tlt.vllm import target
-from tlt.vllm.settings import PROCESSOR, VllmError, engine_arguments, set_environment
+from tlt.vllm import settings, target
+from tlt.vllm.settings import PROCESSOR, VllmError, engine_arguments, is_tested, require_vllm, set_environment
 
 OWN = ["their:Own"]
-
-
-@pytest.mark.parametrize("sleeps", [False, True])
-def test_vllm_starts_with_sleep_mode_only_if_memory_is_freed(sleeps: bool) -> None:
-    """A process can have one such vLLM."""
-    arguments = engine_arguments(ModelConfig(path="folder"), EngineConfig(), None, 100, sleeps)
-    assert arguments["enable_sleep_mode"] is sleeps
 
 
 def test_the_longest_prompt_with_its_response_fits(started: list[fake_vllm.LLM], tmp_path: Path) -> None:
@@ -59,9 +49,7 @@ def with_arguments(monkeypatch: pytest.MonkeyPatch, arguments: Any) -> None:
         "vllm.engine.arg_utils": {"EngineArgs": arguments},
         "vllm.v1.engine.llm_engine": {"LLMEngine": SimpleNamespace(from_engine_args=lambda given: given)},
     }
-    for name in ("vllm", "vllm.engine", "vllm.v1", "vllm.v1.engine", *contents):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[name]).update(contents.get(name, {}))
+    fake_vllm.put_modules(monkeypatch, contents)
 
 
 @pytest.mark.parametrize(
@@ -87,15 +75,6 @@ def test_an_unknown_argument_of_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -
         target._start({"model": "folder", "enforce_eagre": True})
 
 
-def test_a_value_that_vllm_refuses_is_an_error_with_its_name() -> None:
-    class Parallel(BaseModel):
-        tensor_parallel_size: int
-
-    with pytest.raises(ValidationError) as wrong:
-        Parallel.model_validate({"tensor_parallel_size": "two"})
-    assert re.match(r"tensor_parallel_size: .*valid integer", target._reason(wrong.value))
-
-
 def test_a_tied_embedding_may_have_another_name() -> None:
     """GPT-2 calls it transformer.wte.weight."""
     loaded: list[Any] = []
@@ -117,3 +96,17 @@ def test_numba_does_not_change_the_threads_of_torch(monkeypatch: pytest.MonkeyPa
     environment["NUMBA_NUM_THREADS"] = "7"
     set_environment()
     assert environment["NUMBA_NUM_THREADS"] == "7", "what the user has set stays"
+
+
+def test_a_missing_vllm_is_an_error_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "vllm_version", lambda: None)
+    with pytest.raises(VllmError, match=r"needs vLLM 0\.31 or 0\.32: pip install 'tlt-rl\[vllm\]'"):
+        require_vllm()
+
+
+def test_an_untested_version_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for found in ("0.31.0", "0.32", "0.32.0", "0.32.1+cpu", "0.30.0", "0.33.0", "0.320.1", "1.0", "unknown"):
+        monkeypatch.setattr(settings, "vllm_version", lambda found=found: found)
+        require_vllm()
+        assert (f"tlt is not tested with vLLM {found} (tested: 0.31 or 0.32)" in caplog.text) != is_tested(found)
+    assert caplog.text.count("is not tested") == 5

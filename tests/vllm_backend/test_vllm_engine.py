@@ -18,12 +18,13 @@ from tiny import tiny_config
 from tlt.build import open_engine, open_target, open_workplace
 from tlt.config import Config
 from tlt.draft.ahead import Ahead
+from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
 from tlt.draft.features import Harvest
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.drafters import Drafters
 from tlt.engine.engine import Engine
-from tlt.engine.tuner import Fixed, RoundResult
+from tlt.engine.tuner import Fixed, RoundResult, Tuner
 from tlt.models.families import decoder_options, read_config
 from tlt.models.model_folder import ModelError
 from tlt.models.weights import read_safetensors
@@ -34,7 +35,7 @@ from tlt.spot.schedule import RULE
 from tlt.types import Request, Response, SamplingParams
 from tlt.verify.modes import InTurn
 from tlt.verify.oracle import OracleDrafter, causal_hidden
-from tlt.vllm.drafting import DraftedRow
+from tlt.vllm.drafting import DraftedRow, Drafting
 from tlt.vllm.noise import Draw
 from tlt.vllm.settings import WIDEST, VllmError
 from tlt.vllm.vllm_engine import VllmEngine
@@ -90,13 +91,21 @@ def in_other_processes(engine: VllmEngine) -> None:
     engine.target.parallel = True
 
 
+def use(engine: VllmEngine, tuner: Tuner, *drafters: Drafter) -> Drafting:
+    """Let this tuner choose, and these drafters draft, if there are any."""
+    assert engine.drafting
+    engine.drafting.tuner = tuner
+    if drafters:
+        engine.drafting.drafters = Drafters(list(drafters), None)
+    return engine.drafting
+
+
 @pytest.mark.parametrize("parallel", [False, True])
 def test_look_ahead_tokens_are_drafts(parallel: bool, started: Any, tmp_path: Path) -> None:
     engine, _, asked = engines(tmp_path, 6, "adaptive")
-    assert engine.drafting
+    use(engine, Fixed(PLAIN._replace(ahead=16)))
     if parallel:
         in_other_processes(engine)
-    engine.drafting.tuner = Fixed(PLAIN._replace(ahead=16))
     engine.start(())
     engine.look_ahead(asked)
     while engine.looks_ahead:
@@ -114,10 +123,9 @@ def test_look_ahead_tokens_are_drafts(parallel: bool, started: Any, tmp_path: Pa
 @pytest.mark.parametrize("parallel", [False, True])
 def test_responses_of_an_earlier_epoch_are_drafts(parallel: bool, started: Any, tmp_path: Path) -> None:
     engine, own, asked = engines(tmp_path, 6, "suffix")
-    assert engine.drafting
+    use(engine, Fixed(Strategy("suffix", 8, min_chance=0.0)))
     if parallel:
         in_other_processes(engine)
-    engine.drafting.tuner = Fixed(Strategy("suffix", 8, min_chance=0.0))
     expected, alone = facts(decode(own, asked)), facts(decode(engine, asked))
     before = engine.stats.accept_length
     engine.start(())
@@ -170,19 +178,59 @@ def test_a_new_rollout_drops_the_log_probs_of_the_last_one(started: Any, tmp_pat
     assert not table._left
 
 
-def test_requests_of_this_step_come_first(started: Any, tmp_path: Path) -> None:
-    engine, own, asked = engines(tmp_path, 10, "adaptive")
+def looking_ahead(home: Path, count: int) -> tuple[VllmEngine, list[Request]]:
+    engine, _, asked = engines(home, count, "adaptive")
+    engine.start(())
+    engine.look_ahead(asked)
+    engine.round()
+    return engine, asked
+
+
+def stored(engine: VllmEngine, request: Request) -> list[int]:
+    known = engine.store.get(request)
+    return known.tokens.tolist() if known else []
+
+
+def test_look_ahead_rows_are_preempted_with_their_tokens_and_continue(started: Any, tmp_path: Path) -> None:
+    engine, _, asked = engines(tmp_path, 10, "adaptive")
     engine.start(())
     engine.look_ahead(asked[:6])
-    for _ in range(3):
+    for _ in range(2):
         engine.round()
-    assert len(engine.rows) == own.config.max_rows
+    had = {row.request.seed: list(row.tokens) for row in engine.rows}
+    assert len(had) == engine.config.max_rows
     engine.submit(asked[6:])
     engine.round()
     assert [row.request for row in engine.rows] == asked[6:]
+    assert {request.seed: stored(engine, request) for request in asked[:4]} == had
     while engine.busy or engine.looks_ahead:
         engine.round()
     assert all(engine.store.has_ended(request) for request in asked[:6])
+    assert all(stored(engine, request)[:2] == had[request.seed] for request in asked[:4])
+    tokens = sum(len(stored(engine, request)) for request in asked[:6])
+    assert engine.stats.ahead_tokens == tokens, "nothing is decoded again"
+
+
+def test_repeated_look_ahead_requests_continue_and_others_leave_with_their_tokens(started: Any, tmp_path: Path) -> None:
+    engine, asked = looking_ahead(tmp_path, 3)
+    engine.look_ahead(asked[1:])
+    assert [row.request for row in engine.rows] == asked[1:]
+    assert len(stored(engine, asked[0])) == 1
+    engine.round()
+    assert [row.request for row in engine.rows] == asked[1:], "each is decoded once"
+
+
+def test_look_ahead_requests_are_not_transferred_and_a_request_that_is_too_large_is_refused(
+    started: Any, tmp_path: Path
+) -> None:
+    """A worker that takes over a request decodes it for this step. Look-ahead tokens of it are not part of a
+    response."""
+    engine, asked = looking_ahead(tmp_path, 3)
+    assert engine.release_requests([request.seed for request in asked]) == []
+    long = replace(asked[0], sampling=replace(asked[0].sampling, max_new_tokens=10_000))
+    with pytest.raises(ValueError, match=r"may reach 10011 tokens, but vLLM was started for .*: lower rollout"):
+        engine.look_ahead([long])
+    assert [row.request for row in engine.rows] == asked, "those before go on"
 
 
 def test_a_new_rollout_drops_requests_and_keeps_the_tokens_of_look_ahead(started: Any, tmp_path: Path) -> None:
@@ -296,9 +344,8 @@ def test_tokens_and_training_data_do_not_depend_on_strategies(top_k: int, starte
     engine = VllmEngine(
         engine.target, config.engine, speculation=config.speculation, layer=layer, on_harvest=found.append
     )
-    assert engine.drafting
     arms = [PLAIN, Strategy("eagle", 3), Strategy("suffix", 4), Strategy("eagle", 1), PLAIN._replace(ahead=4)]
-    engine.drafting.tuner = InTurn(arms)
+    use(engine, InTurn(arms))
     assert facts(decode(engine, asked)) == facts(decode(own, asked))
     stats = engine.stats
     assert {name.split()[0] for name in stats.strategies} == {"plain", "eagle", "suffix", "ahead"}
@@ -313,9 +360,7 @@ def test_tokens_and_training_data_do_not_depend_on_strategies(top_k: int, starte
 def test_a_perfect_drafter_is_always_right(started: Any, tmp_path: Path) -> None:
     """Its drafts have the noise of the target."""
     engine, place, asked, _ = drafted(tmp_path)
-    assert engine.drafting
-    oracle = OracleDrafter(place.target)
-    engine.drafting.drafters, engine.drafting.tuner = Drafters([oracle], None), Fixed(Strategy("oracle", 3))
+    use(engine, Fixed(Strategy("oracle", 3)), OracleDrafter(place.target))
     decode(engine, asked)
     assert engine.stats.accepted == engine.stats.drafted > 2 * engine.stats.draft_passes
 
@@ -349,9 +394,7 @@ def test_hidden_states_of_cached_prompts_are_those_of_the_group(started: Any, tm
 def test_rows_and_drafts_without_room_in_a_pass(started: Any, tmp_path: Path) -> None:
     """vLLM leaves out rows, which keep their drafts, and cuts drafts. What it verifies is counted."""
     engine, place, asked, _ = drafted(tmp_path)
-    assert engine.drafting
-    oracle = OracleDrafter(place.target)
-    engine.drafting.drafters, engine.drafting.tuner = Drafters([oracle], None), Fixed(Strategy("oracle", 3))
+    drafting = use(engine, Fixed(Strategy("oracle", 3)), OracleDrafter(place.target))
     expected, llm = facts(decode(engine, asked)), started[-1]
     engine.start(asked)
     responses = list[Response]()
@@ -361,10 +404,10 @@ def test_rows_and_drafts_without_room_in_a_pass(started: Any, tmp_path: Path) ->
         llm.drafts_of = {name: draft[: 1 + engine.stats.rounds % 3] for name, draft in llm.drafts_of.items()}
         responses += engine.round()
         llm.runner.live |= waiting
-        assert not waiting.keys() & {row.name for row in engine.drafting.rollout.rows if isinstance(row, DraftedRow)}
+        assert not waiting.keys() & {row.name for row in drafting.rollout.rows if isinstance(row, DraftedRow)}
     assert facts({response.request.seed: response for response in responses}) == expected
     assert 0 < engine.stats.accepted == engine.stats.drafted
-    assert not engine.drafting.known
+    assert not drafting.known
 
 
 def test_finished_requests_without_a_key_are_forgotten(started: Any, tmp_path: Path) -> None:
@@ -384,9 +427,8 @@ def test_finished_requests_without_a_key_are_forgotten(started: Any, tmp_path: P
 
 def test_requests_of_others_have_no_drafts_and_are_not_timed(started: Any, tmp_path: Path) -> None:
     engine, place, asked, config = drafted(tmp_path)
-    assert engine.drafting
     seen, llm = list[RoundResult](), started[-1]
-    engine.drafting.tuner = tuner = Fixed(Strategy("suffix", 4))
+    use(engine, tuner := Fixed(Strategy("suffix", 4)))
     tuner.record = seen.append  # type: ignore[method-assign]
     engine.start(asked[2:4])
     for _ in range(3):
@@ -408,9 +450,8 @@ def test_requests_of_others_have_no_drafts_and_are_not_timed(started: Any, tmp_p
 def test_plain_passes_are_not_verified(started: Any, tmp_path: Path) -> None:
     """vLLM gives its runner counts of draft tokens in every pass if it was started with a drafter."""
     engine, own, asked = engines(tmp_path, 3, "adaptive")
-    assert engine.drafting
     runner, found = started[-1].runner, list[tuple[bool, bool]]()
-    engine.drafting.tuner = Fixed(PLAIN._replace(ahead=16))
+    use(engine, Fixed(PLAIN._replace(ahead=16)))
     engine.start(asked)
     engine.store.put([Ahead.of(response, 0) for response in decode(own, asked).values()])
     while engine.busy:
@@ -423,9 +464,8 @@ def test_plain_passes_are_not_verified(started: Any, tmp_path: Path) -> None:
 
 def test_the_tuner_learns_from_passes_without_a_prefill(started: Any, tmp_path: Path) -> None:
     engine, _, asked, _ = drafted(tmp_path)
-    assert engine.drafting
     seen = list[RoundResult]()
-    engine.drafting.tuner = tuner = Fixed(Strategy("suffix", 4))
+    use(engine, tuner := Fixed(Strategy("suffix", 4)))
     tuner.record = seen.append  # type: ignore[method-assign]
     decode(engine, asked)
     scored = [result for result in seen if result.scored]
@@ -454,38 +494,31 @@ def test_the_drafter_of_later_rounds_is_another(rounds: int, started: Any, tmp_p
     assert engine.drafting.drafters.usable["eagle"] is in_use, "it did not fail"
 
 
-SHORT = {"max_new_tokens": 32}
-TRAINING = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2}
+def run_of(home: Path, steps: int, **speculation: Any) -> Config:
+    """Return a run of two workers."""
+    sections = {"speculation": speculation} if speculation else {}
+    config = config_of(home, 2, rollout={"max_new_tokens": 32}, **sections)
+    return config.model_copy(update={"train": config.train.model_copy(update={"steps": steps})})
 
 
-def run_of(home: Path, drafts: str) -> Config:
-    path = str(learned(home)) if drafts == "eagle" else None
-    speculation = {"drafter": drafts, "path": path, "training": TRAINING, "depth": 1}
-    return fake_vllm.by_vllm(config_of(home, 2, speculation=speculation, rollout=SHORT))
-
-
-@pytest.fixture(scope="module")
-def plain(home: Path) -> tuple[str, Any]:
-    """Return the results of our own engine."""
-    return train(config_of(home, 2, rollout=SHORT))[:2]
-
-
-def test_idle_workers_look_ahead(started: Any, plain: Any, tmp_path: Path) -> None:
-    digest, learned_from, pool = train(run_of(tmp_path, "adaptive"), random.Random(3).randrange)
+def test_idle_workers_look_ahead(started: Any, tmp_path: Path) -> None:
+    plain = train(run_of(tmp_path, 2))[:2]
+    digest, learned_from, pool = train(
+        fake_vllm.by_vllm(run_of(tmp_path, 2, drafter="adaptive")), random.Random(3).randrange
+    )
     assert (digest, learned_from) == plain
     assert any(method == "look_ahead" for _, method in pool.log)
 
 
 def test_idle_workers_train_the_drafter_of_all(started: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def longer(config: Config) -> Config:
-        """Change the recipe so that the third rollout trains on responses of the first one."""
-        return config.model_copy(update={"train": config.train.model_copy(update={"steps": 4})})
-
-    plain = train(longer(config_of(tmp_path, 2, rollout=SHORT)))[:2]
+    """The third rollout trains on responses of the first one."""
+    plain = train(run_of(tmp_path, 4))[:2]
     monkeypatch.setattr("tlt.spot.schedule.RULE", replace(RULE, stretch=1, rest_share=1e9))
     monkeypatch.setattr("tlt.spot.spot._ENOUGH", 1)
     monkeypatch.setattr("tlt.spot.schedule.Schedule.publishes", lambda schedule, whole: whole.entries > 0)
-    digest, learned_from, pool = train(longer(run_of(tmp_path, "eagle")), random.Random(5).randrange)
+    training = {"micro_batch_tokens": 32, "unroll": 2, "learning_rate": 1e-2}
+    config = run_of(tmp_path, 4, drafter="eagle", path=str(learned(tmp_path)), training=training, depth=1)
+    digest, learned_from, pool = train(fake_vllm.by_vllm(config), random.Random(5).randrange)
     assert (digest, learned_from) == plain
     log = [method for _, method in pool.log]
     assert any(worker.spot.trainer.trainer.steps > 0 for worker in pool.workers)
