@@ -7,21 +7,19 @@ import math
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from tiny import Crash, tiny_config, tiny_tree
+from tiny import tiny_config
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-import older_target
 import rollout
 from older_target import decode_ahead, older_and_present
 from other_engines import peers
 
-from tlt.config import Config, parse_config
 from tlt.data.tokenizer import load_tokenizer
 from tlt.draft.eagle import EagleLayer, eagle_options, save_drafter
 from tlt.engine import committing
@@ -111,23 +109,6 @@ def test_the_older_target_lacks_the_given_number_of_updates(home: Path) -> None:
         (said,) = Engine(older, config.engine, detokenize=detokenize).generate([request])
         assert known.tokens.tolist() == said.token_ids
         assert (known.version, known.ended) == (older.version, True)
-
-
-def test_the_policy_is_trained_by_one_worker_with_its_tools_and_reward_processes_end(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    parts, made = Mock(), Mock()
-    made.return_value = parts, Mock()
-    monkeypatch.setattr(older_target, "make_parts", made)
-    monkeypatch.setattr(older_target, "one_step", Mock(side_effect=Crash))
-    workers = {"train": {"shard": True}, "cluster": {"workers": 2, "min_workers": 2}}
-    tree = tiny_tree(home, data={"chat": True}, **workers)
-    reward = {"environment": "tiny_environments:Desk", "folder": str(Path(__file__).parent.parent)}
-    with pytest.raises(Crash):
-        older_target.trained(parse_config(tree | {"reward": reward}), 1)
-    config, _ = made.call_args.args
-    assert Config.model_validate(config.model_dump()).data.chat_arguments["tools"]
-    parts.reward.close.assert_called_once()
 
 
 def test_repeats_decode_other_responses_and_strategies_take_turns(

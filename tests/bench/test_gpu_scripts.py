@@ -72,17 +72,10 @@ def test_the_floor_is_weights_and_keys_and_values() -> None:
     assert gpu_rounds.floor_bytes(target, config, [], 4) == 4 * (weights + 4 * drafter)
     found = gpu_rounds.over_floor({"ms": 6.0, "device_ms": None}, 10**6, 0.5)
     assert found == {"floor_mib": 10**6 / 2**20, "floor_ms": 2.0, "ms_over_floor": 3.0, "device_ms_over_floor": None}
-
-
-def test_the_floor_counts_a_window_only_as_far_as_it_reaches() -> None:
+    assert shapes.weights_read(shapes.shape_config("tiny", tie_word_embeddings=False)) == shapes.weights_read(config)
     config = shapes.shape_config("tiny-gemma3")  # a layer with a window of 80 tokens, and one without
     target = shapes.random_target(config, torch.float32, CPU)
     assert gpu_rounds.kv_bytes(target, config, 200) == (80 + 200) * 2 * 8 * 4
-
-
-def test_an_embedding_that_is_not_the_head_is_not_read() -> None:
-    tied = shapes.weights_read(shapes.shape_config("tiny"))
-    assert shapes.weights_read(shapes.shape_config("tiny", tie_word_embeddings=False)) == tied
 
 
 def test_captured_graphs_are_counted() -> None:
@@ -111,15 +104,6 @@ def test_the_memory_of_training_is_measured_by_phase(tmp_path: Path, monkeypatch
     found = gpu_rounds.measure_training("tiny", torch.float32, CPU, gpu_rounds.Case(2, 12, 0, False), 1)
     assert found["skipped"] == "out of memory in the update"
     assert "rollout_seconds" in found
-
-
-def test_a_batch_that_does_not_fit_the_cache_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = shapes.shape_config("tiny")
-    target = shapes.random_target(config, torch.float32, CPU)
-    monkeypatch.setattr("tlt.engine.memory.cache_tokens", lambda *arguments: 1000)
-    case = gpu_rounds.Case(batch=2, context=500, chain=0, mixed=False)
-    found = gpu_rounds.measure_rounds(target, config, case, 1, 1, None)
-    assert found == {"skipped": "the key-value cache has room for 1000 tokens"}
 
 
 # -- measuring.py ------------------------------------------------------------------------------------------------------

@@ -134,35 +134,6 @@ def test_a_draft_is_valid_whatever_the_drafter_proposes(strategy: Strategy, seed
         assert not draft.ahead
 
 
-@given(seed=st.integers(0, 10**6), strategy=STRATEGIES)
-@settings(max_examples=60)
-def test_a_draft_does_not_depend_on_other_rows(seed: int, strategy: Strategy) -> None:
-    drafter = TableDrafter(seed, listed=True)
-    row = (request(), [5, 2])
-    (alone,) = drafts_of(drafter, [row], strategy)
-    others = drafts_of(drafter, [row, (request(), [1]), (request(3), [])], strategy)
-    assert others[0] == alone
-
-
-@pytest.mark.parametrize(("new_tokens", "count"), [(1, 0), (2, 1), (3, 2), (4, 3), (9, 5)])
-def test_tokens_that_cannot_be_committed_are_not_drafted(new_tokens: int, count: int) -> None:
-    """The last token of a response is the bonus token of a pass."""
-    (draft,) = drafts_of(TableDrafter(1, False), [(request(new_tokens), [])], Strategy("table", 5))
-    assert len(draft.tokens) == count
-
-
-def test_nothing_follows_a_stop_token() -> None:
-    last, inner = 0, 0
-    for seed in range(20):
-        rows = [(request(stops=(3,)), [4]), (request(), [4])]
-        one, other = drafts_of(TableDrafter(seed, False), rows, Strategy("table", 5))
-        assert 3 not in one.tokens[:-1]
-        last += one.tokens[-1] == 3
-        inner += 3 in other.tokens[:-1]
-    assert last > 0
-    assert inner > 0
-
-
 class Wrong(TableDrafter):
     """Drafter whose candidates have a wrong shape or type."""
 
@@ -178,9 +149,14 @@ IDS, LOG_Q = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3)
 WRONG = {
     "log_q of one row": Candidates(None, torch.zeros(1, VOCAB)),
     "log_q of a part of the vocabulary": Candidates(None, LOG_Q),
+    "log_q beyond the vocabulary": Candidates(None, torch.zeros(2, VOCAB + 1)),
+    "log_q of no token": Candidates(None, torch.zeros(2, 0)),
+    "a dimension too many": Candidates(None, torch.zeros(2, 1, VOCAB)),
     "ids of another shape": Candidates(IDS[:1], LOG_Q),
     "ids of another type": Candidates(IDS.int(), LOG_Q),
+    "ids that are no integers": Candidates(IDS + 0.5, LOG_Q),
     "classes of one row": Candidates(IDS, LOG_Q, np.zeros(1, dtype=np.int64)),
+    "classes of each candidate": Candidates(IDS, LOG_Q, np.zeros((2, 3), dtype=np.int64)),
 }
 
 

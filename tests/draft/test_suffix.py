@@ -62,9 +62,9 @@ def chain(drafter: SuffixDrafter, request: Request, depth: int) -> list[int]:
     return path
 
 
-def earlier(tokens: Sequence[int], prompt: Sequence[int] = (90, 91, 92), seed: int = 1) -> Ahead:
+def earlier(tokens: Sequence[int], prompt: Sequence[int] = (90, 91, 92)) -> Ahead:
     """Return a response of an earlier epoch."""
-    return Ahead(seed, tuple(prompt), np.array(tokens, dtype=np.int32), 0, ended=True)
+    return Ahead(1, tuple(prompt), np.array(tokens, dtype=np.int32), 0, ended=True)
 
 
 class Match(NamedTuple):

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tlt.config.registry import DRAFTERS
 from tlt.draft.strategy import PLAIN, Strategy
 from tlt.engine.choice import (
     AcceptanceRates,
@@ -300,16 +299,6 @@ def test_rows_without_look_ahead_drafts_use_the_drafter() -> None:
     assert tuner.choose(2, 300.0, ("eagle",), [4, 0]) == eagle._replace(ahead=4)
 
 
-def test_free_rows_follow_the_acceptance_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four rows are free for plain decoding. They are not while a drafter that is accepted makes one row faster."""
-    tuner = known([PLAIN, Strategy("suffix", 4)], {1: 1.0, 5: 1.0, 20: 4.0})
-    monkeypatch.setattr(tuner, "_most_rows", lambda rows, longer: 4)
-    assert tuner.free_rows(1) == 1
-    for _ in range(8):
-        tuner.seen.add("suffix", [4] * 50, [1] * 50)
-    assert tuner.free_rows(1) == 4
-
-
 def test_the_time_of_unscored_rounds_is_ignored() -> None:
     tuner = Adaptive(ARMS)
     for _ in range(50):
@@ -405,14 +394,6 @@ def test_rows_with_look_ahead_do_not_count_for_the_drafter() -> None:
         mixed.record(RoundResult(eagle._replace(ahead=16), 1.0, 0.1, 34, [17, 3], True, [16, 0]))
         alone.record(RoundResult(eagle, 1.0, 0.1, 10, [3], True))
     assert mixed.tokens(eagle) == pytest.approx(alone.tokens(eagle), rel=0.02)
-
-
-def test_the_strategies_begin_with_plain_decoding_and_differ() -> None:
-    arms = strategies(DRAFTERS)
-    assert arms[0] == PLAIN
-    assert len(set(arms)) == len({arm.name for arm in arms}) == len(arms)
-    assert {arm.drafter for arm in arms} == {"plain", *DRAFTERS}
-    assert all(arm.depth > 0 for arm in arms[1:])
 
 
 def test_its_state_survives_json() -> None:

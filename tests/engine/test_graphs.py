@@ -182,25 +182,6 @@ def with_graphs(model: Any) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}], ids=str)
-def test_graphs_survive_rollouts_and_new_weights(changes: dict[str, Any]) -> None:
-    """The second rollout begins with the cache that the first one needed at its end. From then on nothing is captured
-    again, and the tokens are those of an engine without graphs."""
-    first, second = model_of(1, **changes), model_of(2, **changes)
-    asked = [replace(one, sampling=SamplingParams(max_new_tokens=12)) for one in requests(4)]
-    expected = [by_seed(Engine(decoder_of(model), EngineConfig()).generate(asked)) for model in (first, second)]
-    assert expected[0] != expected[1]
-    target = with_graphs(first)
-    with fake_graphs() as captured:
-        engine = Engine(target, EngineConfig(), layout=FeatureLayout((0,), 16))
-        for _ in range(2):
-            assert by_seed(engine.generate(asked)) == expected[0]
-        before = [one() for one in captured]
-        target.load(second.state_dict(), version=1)
-        assert by_seed(engine.generate(asked)) == expected[1]
-        assert [one() for one in captured] == before
-
-
 GENERIC: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
     "olmo2": {},
@@ -223,18 +204,34 @@ def generic_of(family: str, seed: int) -> tuple[GenericDecoder, Any]:
     return decoder, model
 
 
-@pytest.mark.parametrize("family", GENERIC)
-def test_dense_families_are_captured_once(family: str) -> None:
-    """In a capture, an operation that waits for the device raises an error."""
+FUSED: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True},
+}
+
+
+def decoder_and_model(name: str, seed: int) -> tuple[Decoder, Any]:
+    if name in GENERIC:
+        return generic_of(name, seed)
+    model = model_of(seed, **FUSED[name])
+    return decoder_of(model), model
+
+
+@pytest.mark.parametrize("name", [*FUSED, *GENERIC])
+def test_graphs_survive_rollouts_and_new_weights(name: str) -> None:
+    """The second rollout begins with the cache that the first one needed at its end. From then on nothing is captured
+    again, and the tokens are those of an engine without graphs. In a capture, an operation that waits for the device
+    raises an error."""
     asked = [replace(one, sampling=SamplingParams(max_new_tokens=12)) for one in requests(4)]
-    plain = [generic_of(family, seed) for seed in (1, 2)]
+    plain = [decoder_and_model(name, seed) for seed in (1, 2)]
     expected = [by_seed(Engine(decoder, EngineConfig()).generate(asked)) for decoder, _ in plain]
     assert expected[0] != expected[1]
-    target, _ = generic_of(family, 1)
+    target, _ = decoder_and_model(name, 1)
     assert target.can_be_captured
     target.cuda_graphs = True
     with fake_graphs() as captured:
-        engine = Engine(target, EngineConfig())
+        engine = Engine(target, EngineConfig(), layout=FeatureLayout((0,), 16))
         for _ in range(2):
             assert by_seed(engine.generate(asked)) == expected[0]
         before = [one() for one in captured]

@@ -59,13 +59,26 @@ def test_a_containers_limit_counts_and_its_file_cache_does_not(
     assert free_bytes(CPU, group(tmp_path, limit, 120 * MIB, statistics, version)) == free * MIB
 
 
-def test_cache_tokens_of_a_size_and_of_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = HeadShape(2, 4, 2, 8, torch.float32, CPU)  # 2 x 2 layers x 2 heads x 8 numbers x 4 bytes
-    assert cache_tokens(1, shape) == MIB // 256
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000)
-    assert cache_tokens("auto", shape) == 2500 // 256
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
-    assert cache_tokens("auto", shape) == 1
+@pytest.mark.parametrize(
+    ("device", "free", "given", "tokens"),
+    [
+        ("cpu", 0, (1,), MIB // 256),
+        ("cpu", 10_000, ("auto",), 2500 // 256),
+        ("cpu", 0, ("auto",), 1),
+        ("cpu", 100_000, ("auto", 20_000, 50_000), 30_000 // 256),
+        ("cuda", 100_000, ("auto", 20_000), 96_000 // 256),
+        ("cuda", 100_000, ("auto", 20_000, 50_000, 64), 56_000 // 320),
+        ("cuda", 100_000, ("auto", 0, 200_000), 1),
+        ("cuda", 100_000, (1, 20_000, 50_000), MIB // 256),  # a size that is given is taken
+    ],
+)
+def test_cache_tokens_of_a_size_and_of_a_share(
+    monkeypatch: pytest.MonkeyPatch, device: str, free: int, given: tuple[Any, ...], tokens: int
+) -> None:
+    """A token takes 2 x 2 layers x 2 heads x 8 numbers x 4 bytes. Memory for other purposes stays free on a device."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    mib, *rest = given
+    assert cache_tokens(mib, HeadShape(2, 4, 2, 8, torch.float32, torch.device(device)), *rest) == tokens
 
 
 def test_memory_that_pytorch_keeps_for_itself_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,17 +101,6 @@ def test_the_noise_of_a_rollout_is_freed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not engine.rollout.noise.ring.nbytes
     engine.submit(asked)
     assert engine.round() == [], "a released engine goes on"
-
-
-def test_memory_for_other_purposes_is_left_free_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 100_000)
-    on_cpu = HeadShape(2, 4, 2, 8, torch.float32, CPU)
-    on_cuda = HeadShape(2, 4, 2, 8, torch.float32, torch.device("cuda"))
-    assert cache_tokens("auto", on_cuda, 20_000) == 96_000 // 256
-    assert cache_tokens("auto", on_cuda, 20_000, 50_000, 64) == 56_000 // 320
-    assert cache_tokens("auto", on_cuda, 0, 200_000) == 1
-    assert cache_tokens("auto", on_cpu, 20_000, 50_000) == 30_000 // 256
-    assert cache_tokens(1, on_cuda, 20_000, 50_000) == MIB // 256, "a size that is given is taken"
 
 
 @pytest.mark.parametrize("depth", [0, 3])

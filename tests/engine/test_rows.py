@@ -131,7 +131,7 @@ class Poisoned(small.Decoder):
     """Target in which one token has hidden states, keys and values that are not finite, and so have all tokens that
     attend to it."""
 
-    token = -1
+    token = 4
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Any, taps: Any = None) -> Tensor:
         bad = (tokens == self.token).view(-1, 1, 1)
@@ -143,10 +143,9 @@ class Poisoned(small.Decoder):
         return super().forward(tokens, positions, spoiled, taps)
 
 
-def poisoned(token: int) -> Poisoned:
+def poisoned() -> Poisoned:
     made = Poisoned(TARGET.decoder.options, torch.float64, torch.device("cpu"))
     made.load(TARGET.model.state_dict(), version=0)
-    made.token = token
     return made
 
 
@@ -163,14 +162,14 @@ def test_a_row_that_is_not_finite_affects_no_other_row(max_rows: int, where: str
     good = [some((1, 2, 3), 1000 * n, 6) for n in range(9)]
     bad = request((1, 4, 3), 9000, 6) if where == "prompt" else some((2, 2), 9000, 6, bad=True)
     asked = [good[0], bad, *good[1:5], dataclasses.replace(bad, seed=bad.seed + 1), *good[5:]]
-    found = list(Engine(poisoned(4), EngineConfig(max_rows=max_rows, prefill_tokens=8)).generate(asked))
+    found = list(Engine(poisoned(), EngineConfig(max_rows=max_rows, prefill_tokens=8)).generate(asked))
     assert all(by_seed(found)[r.seed] == right(r) for r in good)
     assert not all(math.isfinite(x) for r in found if r.request is bad for x in r.full_logprobs)
 
 
 def test_an_abandoned_rollout_leaves_no_values_that_are_not_finite() -> None:
     good = [some((2, 2), 0, 4), some((1, 2, 3) * 8, 1000, 4)]
-    engine = Engine(poisoned(4), EngineConfig(max_rows=2, prefill_tokens=4))
+    engine = Engine(poisoned(), EngineConfig(max_rows=2, prefill_tokens=4))
     engine.start([request((4, 2, 1, 0, 2, 1, 0, 0, 1, 1), 9000 + n, 12) for n in range(2)])
     engine.round()
     engine.round()
@@ -182,7 +181,7 @@ def test_values_that_are_not_finite_do_not_reach_the_next_row(moves: bool) -> No
     """A longer row is in the same batch, so that the memory after the next row's own tokens is read too."""
     short, long, late = some((1, 2, 3), 0, 3), some((1, 2), 1000, 25), some((3,), 3000, 6)
     bad = some((2, 2, 1, 1), 2000, 20 if moves else 8, bad=True)
-    engine = Engine(poisoned(4), EngineConfig(max_rows=3))
+    engine = Engine(poisoned(), EngineConfig(max_rows=3))
     engine.start([short, long, bad] if moves else [long, bad])
     found = [r for _ in range(4 if moves else 8) for r in engine.round()]
     assert [row.request for row in engine.rows] == ([bad, long] if moves else [long])
@@ -198,7 +197,7 @@ def test_values_that_are_not_finite_are_no_training_data() -> None:
     assert 0 < len(bad) < len(asked)
     items: list[Harvest] = []
     layout = FeatureLayout((0,), 8)
-    engine = Engine(poisoned(4), EngineConfig(max_rows=3), layout=layout, on_harvest=items.append)
+    engine = Engine(poisoned(), EngineConfig(max_rows=3), layout=layout, on_harvest=items.append)
     responses = list(engine.generate(asked))
     assert all(item.features.isfinite().all() for item in items)
     ends = [tuple(item.tokens.tolist()) for item in items]
@@ -219,7 +218,7 @@ class Sure(small.PrefixDrafter):
 def test_a_draft_with_values_that_are_not_finite_changes_no_token() -> None:
     asked = (request((1, 2, 3) * (1 + 2 * (n % 2)), n, 9) for n in range(120))  # the shorter ones are read beyond
     good = [r for r in asked if 4 not in right(r)][:6]
-    engine = Engine(poisoned(4), EngineConfig(max_rows=3), [Sure()], Fixed(Strategy("sure", 3)))
+    engine = Engine(poisoned(), EngineConfig(max_rows=3), [Sure()], Fixed(Strategy("sure", 3)))
     found = {r.request.seed: r for r in engine.generate(good)}
     assert engine.stats.drafted < engine.stats.row_passes / 4, "each such round is decided by its roots"
     for one, want in zip(good, reference(TARGET, good), strict=True):
@@ -230,7 +229,7 @@ def test_a_draft_with_values_that_are_not_finite_changes_no_token() -> None:
 def test_a_row_that_is_not_finite_costs_the_others_no_draft() -> None:
     bad, good = request((1, 4, 3), 9000, 30), some((1, 2, 3), 0, 30)
     drafter = small.ContextDrafter(TARGET, 1.0, 0.0)
-    engine = Engine(poisoned(4), EngineConfig(max_rows=2), [drafter], Fixed(Strategy("context", 3)))
+    engine = Engine(poisoned(), EngineConfig(max_rows=2), [drafter], Fixed(Strategy("context", 3)))
     found = by_seed(engine.generate([bad, good]))
     assert found[good.seed] == right(good)
     assert engine.stats.accepted > 15
@@ -238,9 +237,9 @@ def test_a_row_that_is_not_finite_costs_the_others_no_draft() -> None:
 
 def test_a_row_that_is_not_finite_gets_no_look_ahead_draft() -> None:
     bad, store = request((1, 4, 3), 9000, 30), AheadStore(100)
-    (known,) = Engine(poisoned(4), EngineConfig()).generate([bad])
+    (known,) = Engine(poisoned(), EngineConfig()).generate([bad])
     store.put([Ahead.of(known, -1, ended=True)])
-    engine = Engine(poisoned(4), EngineConfig(), (), Fixed(PLAIN._replace(ahead=16)), store=store)
+    engine = Engine(poisoned(), EngineConfig(), (), Fixed(PLAIN._replace(ahead=16)), store=store)
     (found,) = engine.generate([bad])
     assert found.token_ids == known.token_ids
     assert engine.stats.drafted == 0

@@ -171,17 +171,6 @@ def test_complex_factors_are_cut_by_rows_too(rows: int) -> None:
     assert torch.equal(by_rows(torch.mul, pairs, factors), alone)
 
 
-def test_pytorch_alone_cuts_inside_rows() -> None:
-    equal = []
-    for rows in range(2000, 2050):
-        x = values(rows, 96, dtype=torch.float32)
-        torch.set_num_threads(1)
-        alone = F.silu(x)
-        torch.set_num_threads(5)
-        equal.append(torch.equal(F.silu(x), alone))
-    assert not all(equal), "if PyTorch no longer does this, `by_rows` can go"
-
-
 def test_gradients_go_through() -> None:
     x = values(701, 96, dtype=torch.float32).requires_grad_()
     torch.set_num_threads(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -87,20 +88,15 @@ class Killed(BaseException):
     """End of the process, without any clean-up."""
 
 
-@pytest.mark.parametrize("moment", range(40))
-def test_a_kill_leaves_a_whole_save(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
-    """The process ends before or after each write to the disk, with partly written files. The next save works."""
-    old, new = state(model, 1), state(model, 2)
-    write(tmp_path, options(model), 1, old, None)
-    touches = 0
+def kill_at(patch: pytest.MonkeyPatch, moment: int) -> None:
+    """Let the process end at this write to the disk: before it, or when the file is partly written."""
+    touches = count()
 
     def deadly(module: Any, name: str, half: bool = False) -> None:
         real = getattr(module, name)
 
         def touch(*arguments: Any, **more: Any) -> Any:
-            nonlocal touches
-            touches += 1
-            if touches == moment + 1:
+            if next(touches) == moment:
                 if half:
                     real(*arguments, **more)
                     path = arguments[1] / "model.safetensors" if arguments[1].is_dir() else arguments[1]
@@ -108,24 +104,33 @@ def test_a_kill_leaves_a_whole_save(model: Model, tmp_path: Path, monkeypatch: p
                 raise Killed
             return real(*arguments, **more)
 
-        monkeypatch.setattr(module, name, touch)
+        patch.setattr(module, name, touch)
 
     for name in ("save_drafter", "save_file"):
         deadly(saving, name, half=True)
     for module, name in ((saving, "flush"), (saving.shutil, "rmtree"), (Path, "mkdir"), (Path, "rename")):
         deadly(module, name)
-    try:
-        write(tmp_path, options(model), 2, new, None)
-        finished = True
-    except Killed:
-        finished = False
-    monkeypatch.undo()
-    found = loaded(model, tmp_path)
-    assert same(found.state, new if found.number == 2 else old)
-    assert found.number == 2 or not finished
-    write(tmp_path, options(model), 3, new, None)
-    assert loaded(model, tmp_path).number == 3
-    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_kill_leaves_a_whole_save(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process ends at each write to the disk. The next save works."""
+    old, new = state(model, 1), state(model, 2)
+    for moment in count():
+        folder = tmp_path / str(moment)
+        write(folder, options(model), 1, old, None)
+        try:
+            with monkeypatch.context() as patch:
+                kill_at(patch, moment)
+                write(folder, options(model), 2, new, None)
+            break
+        except Killed:
+            found = loaded(model, folder)
+        assert same(found.state, new if found.number == 2 else old)
+        write(folder, options(model), 3, new, None)
+        assert loaded(model, folder).number == 3
+        assert not list(folder.glob(".*"))
+    assert moment > 9
+    assert same(loaded(model, folder).state, new), "nothing was left to kill"
 
 
 def test_the_caller_does_not_wait_for_the_disk(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

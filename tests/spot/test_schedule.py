@@ -1,4 +1,4 @@
-"""The schedule, by sequences of events that are worked by hand."""
+"""The schedule, and the worker that trains, by sequences of events that are worked by hand."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import math
 
 import pytest
 
-from tlt.spot import schedule as schedules
-from tlt.spot.schedule import Due, Evaluation, Rule, Schedule, SpotReport
+from tlt.spot.schedule import Due, Evaluation, NewestState, Rule, Schedule, SpotReport
 
 RULE = Rule(stretch=2, judged=2, better=1.04, burst=3, averaged=3, rest_share=0.125, fallen=0.8, times=2)
 BETTER, WORSE = Evaluation(40, 20.0, 10.0, 8.0), Evaluation(40, 20.0, 20.0, 8.0)
@@ -187,14 +186,38 @@ def test_a_resumed_run_continues_the_schedule_with_a_new_interval() -> None:
     assert after.micro_batches == 0
 
 
-def test_the_text_of_the_module_names_the_constants() -> None:
-    rule, text = schedules.RULE, " ".join((schedules.__doc__ or "").split())
-    assert rule.times == 2
-    for said in (
-        f"stretches of at least {rule.stretch} micro-batches",
-        f"in {100 * (rule.better - 1):.0f} % fewer rounds",
-        f"until the last {rule.burst} candidates saved less than these {100 * (rule.better - 1):.0f} %",
-        f"may use {100 * rule.rest_share:.0f} % of the rollouts' time",
-        f"acceptance rate of two rollouts in a row is below {rule.fallen} of",
-    ):
-        assert said in text
+# -- the worker with the newest state ----------------------------------------------------------------------------------
+
+
+def test_one_worker_trains_and_the_next_continues_from_its_state() -> None:
+    newest = NewestState[str]()
+    assert newest.pass_to(0) is None, "all begin alike"
+    newest.trained(0)
+    assert not newest.is_free(1)
+    assert newest.is_free(0)
+    assert newest.pass_to(0) is None, "its state is the newest"
+    newest.taken(0, "first")
+    assert newest.pass_to(1) == "first"
+    assert newest.pass_to(0) is None, "it has it"
+    newest.trained(1)
+    newest.taken(1, "second")
+    assert [newest.pass_to(worker) for worker in (0, 1, 2)] == ["second", None, "second"]
+
+
+def test_training_that_is_not_finite_is_dropped() -> None:
+    newest = NewestState[str]()
+    newest.restart("saved")
+    assert [newest.pass_to(worker) for worker in (0, 1, 0)] == ["saved", "saved", None], "none of them has trained"
+    newest.trained(0)
+    newest.taken(0, None)
+    assert newest.pass_to(0) == "saved"
+
+
+def test_training_of_a_lost_worker_is_lost() -> None:
+    newest = NewestState[str]()
+    newest.trained(0)
+    newest.taken(0, "first")
+    assert newest.pass_to(1) == "first"
+    newest.trained(1)
+    newest.lost(1)
+    assert [newest.pass_to(worker) for worker in (0, 1, 2)] == [None, "first", "first"], "a new worker 1 lacks it too"

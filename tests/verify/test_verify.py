@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from rich.console import Console
 from tiny import tiny_config, tiny_tree
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from tlt.attention import slots
 from tlt.config import Config, EvalConfig, parse_config
@@ -214,17 +213,6 @@ def test_all_bits_agree_and_the_first_line_is_the_verdict(verified: Verified, ca
     assert max(len(line) for line in table) <= 80
     assert "1 preemption," in "".join(lines)
     assert "1 preemptions" not in "".join(lines)
-
-
-def test_the_oracles_logits_are_those_of_transformers(home: Path) -> None:
-    config = small(home)
-    target = make_target(config.model)
-    target.load(read_safetensors(config.model.path), 0)
-    model = AutoModelForCausalLM.from_pretrained(config.model.path, dtype=torch.float64).eval()
-    contexts = [[1, 2, 3], [9], [4, 4, 200, 7, 31]]
-    with torch.no_grad():
-        expected = torch.stack([model(torch.tensor([c])).logits[0, -1] for c in contexts])
-    assert torch.allclose(oracle.last_logits(target, contexts), expected, rtol=0, atol=1e-4)
 
 
 def policy(state: dict[str, Tensor]) -> Any:
