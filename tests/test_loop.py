@@ -279,7 +279,7 @@ def test_a_group_with_fewer_than_two_rewards_is_dropped_and_counted() -> None:
     (result,) = run(fake, make_config(prompts_per_step=4, steps=1))
     (batch,) = fake.batches
     assert batch.response_ids == [[0], [2] * 3, [30] * 4, [31] * 5, [32] * 6]
-    assert batch.advantages == [*grpo([0.0, 2.0]), *grpo([0.0, 1.0, 2.0])]
+    assert batch.advantages == [*grpo([0.0, 2.0], 1e-6), *grpo([0.0, 1.0, 2.0], 1e-6)]
     assert result.metrics.reward == pytest.approx((0 + 2 + 1 + 0 + 1 + 2) / 6)
     assert result.metrics.batch == {
         "waves": 1, "groups": 2, "carried": 0, "unrewarded": 6, "too_few": 2, "without_spread": 0,

@@ -13,7 +13,6 @@ from tlt.config.registry import BACKENDS, maker, may_be_learned
 from tlt.data.limits import refuse_foreign_tokens, sampling_params
 from tlt.data.prompts import encoder, load_prompts
 from tlt.data.tokenizer import load_tokenizer
-from tlt.draft.drafter_folder import DrafterError
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter
 from tlt.draft.features import Harvest
 from tlt.engine.protocol import Backend, RolloutEngine, Target
@@ -22,7 +21,6 @@ from tlt.models.decoder import Decoder
 from tlt.models.device import share_cores
 from tlt.models.families import DecoderOptions, decoder_options, read_config
 from tlt.models.loading import load_target
-from tlt.models.model_folder import ModelError
 from tlt.spelling import Detokenizer
 from tlt.store.checkpoint import policy_in
 from tlt.store.hub import local_model
@@ -93,19 +91,6 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
         layer = EagleLayer(eagle_options(target, speculation.kind, speculation.window))
     layer.acceptance_rate = 0.0  # so the tuner need not measure that the drafts of a random drafter are rejected
     return layer
-
-
-def refuse_wrong_folders(config: Config) -> None:
-    """Raise ModelError or DrafterError, with the name of the field, if model.path or speculation.path cannot be used.
-    This check takes less than a second and is made before workers start."""
-    field = "model.path"
-    try:
-        options = decoder_options(read_config(config.model.path))
-        if config.speculation.path:
-            field = "speculation.path"
-            load_drafter(config.speculation.path, options)
-    except (ModelError, DrafterError) as error:
-        raise type(error)(f"{field}: {error}") from None
 
 
 def steps_ahead(config: SpeculationConfig) -> int:

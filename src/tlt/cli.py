@@ -101,9 +101,7 @@ def _parser() -> argparse.ArgumentParser:
         "config", help="print every field of the configuration, or a recipe with all defaults", epilog=OVERRIDES
     )
     config.add_argument(
-        "what",
-        nargs="?",
-        help=f"a section ({', '.join(SECTIONS)}), or a recipe (default: the whole default recipe)",
+        "what", nargs="?", help=f"a section ({', '.join(SECTIONS)}), or a recipe (default: the whole default recipe)"
     )
     config.set_defaults(command=_config)
 

@@ -114,8 +114,6 @@ def _shared(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.CUDAGra
     return stream, graph
 
 
-def rounded_up(count: int, parts: int = 1) -> int:
-    """Round `count` up, so that few different shapes occur. The result is the next multiple of p / `parts`, where p is
-    the largest power of two below `count`. If `parts` is 1, the result is the next power of two."""
-    step = max(1, (1 << (count - 1).bit_length() - 1) // parts) if count > 1 else 1
-    return -(-count // step) * step
+def rounded_up(count: int) -> int:
+    """Round `count`, which is at least 1, up to a power of two, so that few different shapes occur."""
+    return 1 << (count - 1).bit_length()

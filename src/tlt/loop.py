@@ -33,17 +33,7 @@ from tlt.rl.groups import make_batch, rewarded, usable
 from tlt.rl.measure import episodes_of, measure, refuse_responses
 from tlt.sampling import request_seed
 from tlt.trace import Span
-from tlt.types import (
-    Group,
-    Prompt,
-    Request,
-    Response,
-    RolloutStats,
-    SamplingParams,
-    StepMetrics,
-    TrainBatch,
-    WorkerNow,
-)
+from tlt.types import Group, Prompt, Request, Response, RolloutStats, SamplingParams, StepMetrics, TrainBatch, WorkerNow
 
 
 class Rollout(Protocol):
@@ -54,10 +44,7 @@ class Rollout(Protocol):
         ...
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
+        self, requests: Sequence[Request], on_response: Callable[[Response], None], coming: Iterable[list[Request]] = ()
     ) -> tuple[list[Response], RolloutStats]:
         """Decode all requests. Return the responses, in any order, and the counters of the rollout. `on_response` is
         called with each response as soon as it ends. `coming` has the requests of each future step, for which idle

@@ -207,12 +207,7 @@ def _compared(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {}
     counts = {key: sum(line["compared"][key] for line in found) for key in ("tokens", "responses", "differ")}
     seconds = {key: sum(line["seconds"][key] for line in found) for key in ("rollout", "compare")}
-    return {
-        "steps": len(found),
-        **counts,
-        "rollout_seconds": seconds["rollout"],
-        "plain_seconds": seconds["compare"],
-    }
+    return {"steps": len(found), **counts, "rollout_seconds": seconds["rollout"], "plain_seconds": seconds["compare"]}
 
 
 def peak_memory() -> dict[str, float]:

@@ -53,16 +53,7 @@ def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ou
 
 @triton.jit
 def _write_scores(
-    logits,
-    log_p,
-    seeds,
-    times,
-    ours,
-    noisy,
-    vocab_size,
-    logits_stride,
-    log_p_stride,
-    LANES: tl.constexpr,
+    logits, log_p, seeds, times, ours, noisy, vocab_size, logits_stride, log_p_stride, LANES: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     if tl.load(ours + row):

@@ -319,11 +319,6 @@ class TrainBatch:
         """Return for each token of a response whether the model sampled it."""
         return self.masks.get(i, [True] * len(self.response_ids[i]))
 
-    def groups(self) -> list[list[int]]:
-        """Return the response indices of each group. Several groups may have the same prompt."""
-        numbers = iter(range(len(self.response_ids)))
-        return [[next(numbers) for _ in group] for group in self.rewards]
-
 
 class WorkerNow(NamedTuple):
     """Present state of a worker, for the display."""

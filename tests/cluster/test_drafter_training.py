@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,7 @@ from tlt.spot import schedule as schedules
 from tlt.spot.saving import load_latest, weights_of
 from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
 from tlt.spot.spot import SpotTrainer
+from tlt.trace import Tracer
 
 SHORT, LONG = (3, 40, 8), (4, 40, 8)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
@@ -265,16 +267,22 @@ def test_training_may_delay_a_step_by_its_share(home: Path, plain_long: str) -> 
     assert len(lost) == 1
 
 
-def test_training_at_rest_delays_nothing(training: Any) -> None:
-    training.schedule.rests, training.schedule.credit, left = True, 0.0, iter([9.0])
-    training.train_for(lambda: next(left), 0.5, training.next_call, lambda done: None)
-    assert training.supervisor.taken() == []
+def train_for(training: Any, home: Path, left: Iterator[float]) -> list[tuple[Any, ...]]:
+    """Train between rollouts. Return the calls that were made."""
+    rows: Any = SimpleNamespace(slots=1)
+    idle = IdleWork(training.supervisor, rows, [Tracer()] * 3, config_of(home, "adaptive"), training)
+    idle.slice_seconds = 0.5
+    idle.train_for(lambda: next(left))
+    return training.supervisor.taken()
 
 
-def test_the_last_call_is_as_short_as_the_time_left(training: Any) -> None:
-    left = iter([0.2, 0.0])
-    training.train_for(lambda: next(left), 0.5, training.next_call, lambda done: None)
-    assert training.supervisor.taken() == [(0, "train_drafter", None, 0.2)]
+def test_training_at_rest_delays_nothing(training: Any, home: Path) -> None:
+    training.schedule.rests, training.schedule.credit = True, 0.0
+    assert train_for(training, home, iter([9.0])) == []
+
+
+def test_the_last_call_is_as_short_as_the_time_left(training: Any, home: Path) -> None:
+    assert train_for(training, home, iter([0.2, 0.0])) == [(0, "train_drafter", None, 0.2)]
 
 
 def test_all_workers_drop_older_data_after_a_change_of_the_task(training: Any) -> None:

@@ -16,10 +16,10 @@ from tiny import random_batch, tiny_config
 
 from tlt.cluster import worker
 from tlt.cluster.run_worker import RunWorker, place_of_copy
-from tlt.cluster.worker import AheadWork, CoreClock, DecodeWork, Slice, Worker
+from tlt.cluster.worker import AheadWork, DecodeWork, Slice, Worker
 from tlt.draft.ahead import Ahead
 from tlt.engine.runner import GraphedPasses
-from tlt.types import Prompt, Request, Row, SamplingParams
+from tlt.types import Prompt, Request, Response, Row, SamplingParams
 
 ALL = 600.0  # seconds
 AT_ONCE = 0.0  # one round
@@ -201,17 +201,25 @@ def test_a_new_worker_gets_the_state_before_an_update(home: Path) -> None:
     assert all(torch.equal(one, before.policy[name]) for name, one in worker.state().policy.items())
 
 
-def test_the_clock_reads_the_wait_of_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "schedstat"
+def test_a_slice_has_the_time_that_its_thread_waited_for_a_core(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, one = tmp_path / "schedstat", looking(home)
     monkeypatch.setattr(worker, "_FILE", file)
     file.write_text("5 1000000000 9\n")
-    clock = CoreClock()
-    file.write_text("6 3500000000 9\n")
-    time.sleep(0.01)
-    assert clock.waited == 2.5
-    assert 0.01 <= clock.seconds < 10.0
+    end = one.engine.round
+
+    def round_() -> list[Response]:
+        file.write_text("6 3500000000 9\n")
+        time.sleep(0.01)
+        return end()
+
+    monkeypatch.setattr(one.engine, "round", round_)
+    found = one.decode(DecodeWork(1, [FIRST]), AT_ONCE)
+    assert found.waited == 2.5
+    assert 0.01 <= found.seconds < 10.0
 
 
 def test_a_system_that_does_not_count_waits_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "_FILE", tmp_path / "none")
-    assert CoreClock().waited == 0.0
+    assert worker._waited() == 0.0

@@ -290,8 +290,8 @@ def test_an_abandoned_rollout_leaves_no_rows_in_the_feature_window(target: Decod
     for count in (3, 2):
         engine.start(requests(count))
         engine.round()
-        assert engine.rollout.window
-        assert engine.rollout.window.live == len(engine.rows) == count
+        assert engine.runner.window
+        assert engine.runner.window.live == len(engine.rows) == count
 
 
 def test_the_limit_of_a_cache_counts_the_memory_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_other_memory_of_a_full_rollout_is_counted(monkeypatch: pytest.MonkeyPat
     engine = Engine(make_model().decoder, EngineConfig(max_rows=6), drafters, Fixed(strategy), layout=layout)
     engine.start(Request(Prompt(n, "", (1, 2)), 0, 0, n, SamplingParams(max_new_tokens=30)) for n in range(9))
     engine.round()
-    window = engine.rollout.window
+    window = engine.runner.window
     used = engine.rollout.noise.ring.nbytes + (window.features.nbytes + window.tokens.nbytes if window else 0)
     _, others, masks = counted[-1]
     assert used == others - 3 * 6 * (depth + 1) * vocab_size * 4

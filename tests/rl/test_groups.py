@@ -10,7 +10,6 @@ import pytest
 from tlt.config import Config, TrainConfig, parse_config
 from tlt.rl.groups import (
     ADVANTAGES,
-    EPSILON,
     from_plain,
     grpo,
     grpo_batch,
@@ -23,6 +22,7 @@ from tlt.rl.groups import (
 )
 from tlt.types import Group, Prompt, Request, Response, SamplingParams
 
+EPSILON = 1e-6
 SAMPLING = SamplingParams(temperature=0.7)
 PROMPTS = [Prompt(row, f"prompt {row}", (row, 7)) for row in range(5)]
 
@@ -70,7 +70,7 @@ def test_truncated_responses_count_in_advantages_but_are_masked(masks: bool, mas
         response.finish_reason = "length"
     batch = make_batch(groups, make_config(train={"mask_truncated": masks}))
     assert batch.masked == masked
-    assert batch.advantages == [*grpo([1.0, 0.0]), *grpo([2.0, 4.0])]
+    assert batch.advantages == [*grpo([1.0, 0.0], EPSILON), *grpo([2.0, 4.0], EPSILON)]
     assert batch.rewards == [[1.0, 0.0], [2.0, 4.0]]
 
 

@@ -384,7 +384,7 @@ def test_the_divergence_may_be_subtracted_from_the_rewards(folder: Path, startin
     batch.rewards = [rewards[:4], rewards[4:]]
     penalized = [r - 0.3 * a.sum().item() for r, a in zip(rewards, apart, strict=True)]
     batch.advantages = [0.0] * 6  # of no use: they are made anew
-    expected = replace(batch, advantages=[*grpo(penalized[:4]), *grpo(penalized[4:])])
+    expected = replace(batch, advantages=[*grpo(penalized[:4], 1e-6), *grpo(penalized[4:], 1e-6)])
     gradient = gradient_of(model, lambda m: plain_loss(m, expected, range(6), old))
     settings = {"kl_weight": 0.3, "kl_in": "reward"}
     assert_close(gradient_of_update(make_policy(folder, reference=starting, **settings), batch), gradient, 1e-7)

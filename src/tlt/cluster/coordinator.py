@@ -165,10 +165,7 @@ class Coordinator:
     # -- rollout -------------------------------------------------------------------------------------------------------
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
+        self, requests: Sequence[Request], on_response: Callable[[Response], None], coming: Iterable[list[Request]] = ()
     ) -> tuple[list[Response], RolloutStats]:
         began, idle = time.monotonic(), self.idle
         self._begin(len(requests))

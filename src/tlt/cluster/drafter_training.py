@@ -19,7 +19,7 @@ optimizer state, without training data. The driver calls these methods of the wo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,6 @@ from tlt.spot.spot_worker import FaultBarrier, contained
 log = logging.getLogger(__name__)
 METHODS = ("train_drafter", "evaluate_drafter", "drafter_state")
 """methods of drafter training whose results the driver needs; one such call runs at a time"""
-Start = Callable[[int, Collection[int], float], bool]
-"""function with the arguments and the result of `DrafterTraining.next_call`"""
 
 
 class DrafterTraining(FaultBarrier):
@@ -178,18 +176,6 @@ class DrafterTraining(FaultBarrier):
             self._call_all("forget_older_data")
         if self.extra:
             self._call_all("rollout_ended")
-
-    def train_for(self, left: Callable[[], float], most: float, start: Start, handle: Callable[[Done], None]) -> None:
-        """Train and evaluate on free workers until the time is over or nothing is due. `left()` returns the seconds
-        left. `most`: maximum seconds of a training call. `start` starts a call as `next_call` does. `handle` is called
-        with each call that returns."""
-        while (seconds := left()) > 0.0:
-            for worker in (idle := self.supervisor.free()):
-                start(worker, idle, min(seconds, most))
-            if not self.is_on or (self.under_way is None and self.supervisor.free()):
-                break
-            for done in self.supervisor.done():
-                handle(done)
 
     @contained({})
     def report(self) -> dict[str, float]:

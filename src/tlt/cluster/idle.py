@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from statistics import fmean
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from tlt.build import history_tokens, steps_ahead
 from tlt.cluster.calls import BREAKABLE
@@ -25,6 +25,9 @@ from tlt.config import Config
 from tlt.draft.ahead import Ahead, AheadStore, History
 from tlt.trace import ABSENT, AHEAD, IDLE, SPOT, Tracer
 from tlt.types import Request, Response, RolloutStats, Row
+
+if TYPE_CHECKING:
+    from tlt.cluster.coordinator import Allocation
 
 log = logging.getLogger(__name__)
 
@@ -230,26 +233,13 @@ class Crowding:
                 log.info("decoding waits %.0f %% of its time for a core: idle workers rest for a while", 100 * share)
 
 
-class DecodingRows(Protocol):
-    """Rows that the workers decode in a rollout."""
-
-    slots: int
-    """maximum number of rows of a worker"""
-    number: int
-    """number of the current or last rollout"""
-
-    def idle(self) -> list[int]:
-        """Return the workers that are ready and have no rows to decode."""
-        ...
-
-
 class IdleWork:
     """Idle work of all workers: drafter training and look-ahead."""
 
     def __init__(
         self,
         supervisor: Supervisor,
-        allocation: DecodingRows,
+        allocation: Allocation,
         tracers: Sequence[Tracer],
         config: Config,
         training: DrafterTraining,
@@ -316,13 +306,16 @@ class IdleWork:
         return time.monotonic() - began
 
     def train_for(self, left: Callable[[], float]) -> None:
-        """Train the drafter until the time is over or nothing is due. `left()` returns the seconds left."""
-
-        def ended(done: Done) -> None:
-            self.handle(done)
-            self.tracers[done.worker].enter(IDLE if done.worker in self.supervisor.present else ABSENT)
-
-        self.training.train_for(left, self.slice_seconds, self.train, ended)
+        """Train and evaluate the drafter on free workers until the time is over or nothing is due. `left()` returns the
+        seconds left."""
+        while (seconds := left()) > 0.0:
+            for worker in (idle := self.supervisor.free()):
+                self.train(worker, idle, min(seconds, self.slice_seconds))
+            if not self.training.is_on or (self.training.under_way is None and self.supervisor.free()):
+                break
+            for done in self.supervisor.done():
+                self.handle(done)
+                self.tracers[done.worker].enter(IDLE if done.worker in self.supervisor.present else ABSENT)
 
     def handle(self, done: Done) -> None:
         """Pass a call that returned to look-ahead and drafter training."""

@@ -35,10 +35,7 @@ class ClusterRollout:
         self.coordinator.sync(version)
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
+        self, requests: Sequence[Request], on_response: Callable[[Response], None], coming: Iterable[list[Request]] = ()
     ) -> tuple[list[Response], RolloutStats]:
         return self.coordinator.generate(requests, on_response, coming)
 

@@ -202,10 +202,7 @@ class Supervisor:
         return self.call_all(method, *arguments)[0] if self.shards else self.call_one(method, *arguments)
 
     def call_jointly(
-        self,
-        method: str,
-        arguments: Mapping[int, tuple[Any, ...]],
-        meanwhile: Callable[[], None] = lambda: None,
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], meanwhile: Callable[[], None] = lambda: None
     ) -> list[Any] | None:
         """Call a method in which workers exchange data, and wait until all have returned. `arguments` has the arguments
         by worker. Return the results in the order of `arguments`, or None if a worker was lost or the process group

@@ -72,21 +72,6 @@ class Slice(NamedTuple):
     """seconds in which the decoding thread waited for a free core"""
 
 
-class CoreClock:
-    """Clock of the thread that makes it: seconds since then, and seconds in which the thread waited for a free core."""
-
-    def __init__(self) -> None:
-        self._began, self._waited = time.perf_counter(), _waited()
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began
-
-    @property
-    def waited(self) -> float:
-        return _waited() - self._waited
-
-
 def _waited() -> float:
     """Return the seconds so far in which this thread was ready to run and waited for a core; 0 if they are unknown."""
     with suppress(OSError):
@@ -118,7 +103,7 @@ class Worker:
         if work.rollout != self._rollout:
             other.release()
         self._enter_rollout(work.rollout, work.drafts, engine)
-        clock = CoreClock()
+        began, waited = time.perf_counter(), _waited()
         if work.coming is not None:
             self._coming = work.coming if engine.tuner.free_rows(1) > 1 else ()
             engine.look_ahead(self._coming)
@@ -127,11 +112,12 @@ class Worker:
         responses: list[Response] = []
         while engine.busy:
             responses += engine.round()
-            if clock.seconds >= seconds:
+            if time.perf_counter() - began >= seconds:
                 break
         live = {row.request.seed: len(row.tokens) for row in engine.rows}
         drafts = [] if engine.busy else self._drafts_of(self._coming)
-        return Slice(responses, engine.stats, live, self._news(engine), drafts, clock.seconds, clock.waited)
+        took, waited = time.perf_counter() - began, _waited() - waited
+        return Slice(responses, engine.stats, live, self._news(engine), drafts, took, waited)
 
     def _news(self, engine: RolloutEngine) -> dict[int, list[int]]:
         rows = {row.request.seed: row for row in (*engine.rows, *engine.waiting)}
@@ -222,10 +208,7 @@ class Worker:
 
 
 def decoding_parts(
-    config: Config,
-    target: Target,
-    index: int = 0,
-    detokenize: Detokenizer | None = None,
+    config: Config, target: Target, index: int = 0, detokenize: Detokenizer | None = None
 ) -> tuple[RolloutEngine, SpotWorker]:
     """Return an engine that decodes with `target`, and the training of its drafter. The target has its weights.
     `index`: index of the worker, which is added to the seed of the training.

@@ -19,8 +19,6 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from tlt.config.data import TaskConfig
-from tlt.config.rewards import RewardTerm
 from tlt.config.section import Section, is_state
 from tlt.config.section import section_of as section_class
 from tlt.config.sections import Config, GenerationConfig
@@ -200,19 +198,14 @@ def _sentence(error: ValidationError, section: type[BaseModel]) -> str:
         return f"{where} is missing: set it in the recipe or give --{where} VALUE"
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] in _FORMS and isinstance(fault["input"], str):
-        of_tables = _tables_of(_annotation(where.split(".")))
-        form = '[{ name = "a" }]' if of_tables else _FORMS[fault["type"]]
+        is_table = _table_of(_annotation(where.split(".")))
+        form = '[{ name = "a" }]' if is_table else _FORMS[fault["type"]]
         message += f" in TOML, such as --{where} '{form}'"
     return (
         f"{where}: {message[0].lower()}{message[1:]} (got {json.dumps(fault['input'], default=str)})"
         if where and fault["type"] != "value_error"
         else message
     )
-
-
-def _tables_of(annotation: Any) -> bool:
-    """Return whether a field is a list of tables."""
-    return any(isinstance(part, type) and issubclass(part, BaseModel) for part in get_args(annotation))
 
 
 def _hint(name: str, table: Sequence[str], known: Sequence[str]) -> str:
@@ -242,10 +235,9 @@ def _fields_by_name(model: type[BaseModel], table: str = "") -> Iterator[tuple[s
 
 
 def _fields_at(model: type[BaseModel], location: Sequence[int | str]) -> list[str]:
-    for part in location:
-        if isinstance(part, str):
-            annotation = model.model_fields[part].annotation
-            model = {"tasks": TaskConfig, "terms": RewardTerm}.get(part, annotation)  # type: ignore[assignment]
+    for name in (part for part in location if isinstance(part, str)):
+        annotation: Any = model.model_fields[name].annotation
+        model = _table_of(annotation) or annotation
     return list(model.model_fields)
 
 
@@ -277,7 +269,7 @@ def _commented(path: str, model: type[BaseModel]) -> Iterator[str]:
     for name, field in model.model_fields.items():
         if is_state(field):
             continue
-        if table := _table_of(field):
+        if table := _table_of(field.annotation):
             tables += ["", *_note(field), f"# [[{path}.{name}]]"]
             for each, entry in table.model_fields.items():
                 tables += [*_note(entry), f"# {_assignment(each, entry)}"]
@@ -298,7 +290,7 @@ def _resolved(path: str, values: BaseModel) -> Iterator[str]:
         value = getattr(values, name)
         if is_state(field):
             continue
-        if _table_of(field):
+        if _table_of(field.annotation):
             for each in value:
                 given = each.model_dump(exclude_unset=True)
                 tables += ["", f"[[{path}.{name}]]", *(f"{key} = {_toml(v)}" for key, v in given.items())]
@@ -331,10 +323,9 @@ def _choices(annotation: Any) -> Sequence[Any]:
     return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
-def _table_of(field: FieldInfo) -> type[BaseModel] | None:
+def _table_of(annotation: Any) -> type[BaseModel] | None:
     """Return the section class of a field that is a list of tables; None for other fields."""
-    inner = get_args(field.annotation)
-    return inner[0] if inner and isinstance(inner[0], type) and issubclass(inner[0], BaseModel) else None
+    return next((p for p in get_args(annotation) if isinstance(p, type) and issubclass(p, BaseModel)), None)
 
 
 def _assignment(name: str, field: FieldInfo) -> str:

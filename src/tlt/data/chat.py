@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -13,7 +12,6 @@ from tlt.config import DataConfig
 from tlt.data.tables import NO_TEMPLATE, DataError
 from tlt.files import parse_json
 
-log = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 
 _TEXT_PARTS = ("text", "input_text", "output_text")

@@ -242,7 +242,6 @@ def _by_drafter(now: Round, rollout: Drafted, drafters: Drafters, chains: Sequen
     noise = DraftNoise(rollout.noise, now.positions, strategy.depth)
     calibration = drafters.calibrations[strategy.drafter]
     drafts = drafters.propose(
-        strategy.drafter,
-        lambda: draft_chains(drafter, roots, strategy, noise, target.options.vocab_size, calibration),
+        strategy.drafter, lambda: draft_chains(drafter, roots, strategy, noise, target.options.vocab_size, calibration)
     )
     return drafts or now.no_drafts()

@@ -97,7 +97,6 @@ class Engine(Generates):
             scheduler=Scheduler(rows, self.cache, most, self.config.prefill_tokens, new, target.options.max_positions),
             sampling=sampling,
             noise=noise,
-            window=window,
             view=view,
             harvester=harvester,
             ahead=ahead,
@@ -215,7 +214,7 @@ class Engine(Generates):
         with clock.phase("draft"):
             drafts = self.draft(now)
         with clock.phase("verify"):
-            drafts, sampled = self.verify(now, drafts)
+            drafts, sampled = verify_drafts(now, drafts, self.rollout)
         with clock.phase("commit"):
             tokens, responses = self._commit(now, drafts, sampled)
             self.cache.check(self.rollout.version)
@@ -262,9 +261,6 @@ class Engine(Generates):
 
     def draft(self, now: Round) -> list[Draft]:
         return draft_rows(now, self.rollout, self.drafters)
-
-    def verify(self, now: Round, drafts: Sequence[Draft]) -> tuple[Sequence[Draft], Sampled]:
-        return verify_drafts(now, drafts, self.rollout)
 
     def _commit(self, now: Round, drafts: Sequence[Draft], sampled: Sampled) -> tuple[list[int], list[Response]]:
         """Commit the accepted tokens. Return the number of new tokens of each row, and the finished responses."""

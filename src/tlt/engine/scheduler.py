@@ -28,13 +28,7 @@ class Scheduler:
     round."""
 
     def __init__(
-        self,
-        rows: RowTable,
-        cache: KVCache,
-        max_rows: int,
-        prefill_tokens: int,
-        new: int,
-        max_positions: int,
+        self, rows: RowTable, cache: KVCache, max_rows: int, prefill_tokens: int, new: int, max_positions: int
     ) -> None:
         self.rows, self.cache = rows, cache
         self.max_rows, self.prefill_tokens, self.max_positions = max_rows, prefill_tokens, max_positions
@@ -150,7 +144,7 @@ class Placing(NamedTuple):
 def place_and_prefill(admitted: Sequence[Row], rollout: RolloutState, cache: KVCache) -> int:
     """Place the admitted rows. Prefill each prompt once, then copy its keys and values to the other rows of the group.
     Return the number of prefilled tokens."""
-    rows, window = rollout.rows, rollout.window
+    rows, window = rollout.rows, rollout.runner.window
     kept, fresh, copies = place_new_rows(admitted, rows, cache)
     for row in kept:
         rows.append(row, kept=row.kv_length)

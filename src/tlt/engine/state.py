@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tlt.draft.ahead import LookAhead
 from tlt.draft.chains import Draft
-from tlt.draft.features import FeatureView, FeatureWindow, Harvester
+from tlt.draft.features import FeatureView, Harvester
 from tlt.draft.strategy import Strategy
 from tlt.engine.kv_cache import TurnStore
 from tlt.engine.noise_window import NoiseWindow
@@ -32,7 +32,6 @@ class RolloutState:
     scheduler: Scheduler
     sampling: SamplingTable
     noise: NoiseWindow
-    window: FeatureWindow | None
     view: FeatureView | None
     harvester: Harvester | None
     ahead: LookAhead

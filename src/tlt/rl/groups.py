@@ -14,16 +14,13 @@ from typing import Any
 from tlt.config import Config, TrainConfig
 from tlt.types import Group, PassCounts, Prompt, Reply, Request, Response, SamplingParams, TrainBatch
 
-EPSILON = 1e-6
-"""Number added to the standard deviation in the denominator of an advantage. verl adds the same, TRL adds 1e-4."""
-
 Rewards = Sequence[Sequence[float]]
 """Rewards as [group][response]. Every group has at least two responses."""
 Advantage = Callable[[Rewards, float], list[list[float]]]
 """Advantage estimator: a function of the rewards and of epsilon that returns advantages as [group][response]."""
 
 
-def grpo(rewards: Sequence[float], epsilon: float = EPSILON) -> list[float]:
+def grpo(rewards: Sequence[float], epsilon: float) -> list[float]:
     """Return GRPO advantages (arXiv 2402.03300) of one group: (reward - mean) / (standard deviation + epsilon).
 
     The standard deviation divides by n - 1, like torch.std. [1, 0, 0, 1] -> mean 0.5, deviation 0.57735 ->
@@ -53,7 +50,7 @@ def rloo(rewards: Sequence[float]) -> list[float]:
     return [a * len(rewards) / (len(rewards) - 1) for a in dr_grpo(rewards)]
 
 
-def grpo_batch(rewards: Rewards, epsilon: float = EPSILON) -> list[list[float]]:
+def grpo_batch(rewards: Rewards, epsilon: float) -> list[list[float]]:
     """Return Lite PPO advantages (arXiv 2508.08221): (reward - group mean) / (standard deviation + epsilon).
 
     The standard deviation is that of all rewards of the rollout, and divides by n - 1. A group with little spread
@@ -65,7 +62,7 @@ def grpo_batch(rewards: Rewards, epsilon: float = EPSILON) -> list[list[float]]:
     return [[_ratio(a, deviation + epsilon) for a in dr_grpo(group)] for group in rewards]
 
 
-def reinforce_pp(rewards: Rewards, epsilon: float = EPSILON) -> list[list[float]]:
+def reinforce_pp(rewards: Rewards, epsilon: float) -> list[list[float]]:
     """Return REINFORCE++ advantages (arXiv 2501.03262): (reward - mean) / (standard deviation + epsilon).
 
     Mean and standard deviation are those of all rewards of the rollout. The standard deviation divides by n - 1. Each

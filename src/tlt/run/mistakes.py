@@ -78,11 +78,11 @@ def _refuse_workers(cluster: ClusterConfig) -> None:
 
 
 def _refuse_wrong_folders(model: ModelConfig, speculation: SpeculationConfig) -> None:
-    with _named("model.path"):
+    with named("model.path"):
         if not is_on_hub(model.path):
             raw_config(model.path)
             refuse_no_tokenizer(Path(model.path))
-    with _named("speculation.path"):
+    with named("speculation.path"):
         if speculation.path:
             drafter = drafter_config(speculation.path)["tlt_drafter"]
             raw = {} if is_on_hub(model.path) else raw_config(model.path)
@@ -105,7 +105,7 @@ def _refuse_impossible(config: Config, folder: Path) -> None:
 def _refuse_data(field: str, config: Config, data: DataConfig) -> None:
     if not data.path or is_on_hub(data.path):
         return
-    with _named(field):
+    with named(field):
         files_of(data.path)
     prompts = first_prompts(data)
     if data.long_prompts == "refuse":  # otherwise prompts without a right answer may be dropped
@@ -113,7 +113,7 @@ def _refuse_data(field: str, config: Config, data: DataConfig) -> None:
 
 
 @contextmanager
-def _named(field: str) -> Iterator[None]:
+def named(field: str) -> Iterator[None]:
     """Put the name of a configuration field in front of errors."""
     try:
         yield

@@ -12,19 +12,21 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tlt.build import for_machine, refuse_wrong_folders
+from tlt.build import for_machine
 from tlt.cluster.remote import join, local_rollout
 from tlt.cluster.run_worker import RunWorker
 from tlt.config import Config
 from tlt.data.limits import refuse_misfits, sampling_params
 from tlt.data.prompts import Cursor, DataError, encoder, fingerprints, load_held_out, load_prompts, make_cursor
 from tlt.data.tokenizer import load_tokenizer, model_files
+from tlt.draft.eagle import load_drafter
 from tlt.energy import Meter, MeteredTracer
 from tlt.engine.exactness import Exactness
 from tlt.environments import Turns, make_turns
 from tlt.environments.tools import with_tools
 from tlt.gain import BusyWarning
 from tlt.loop import Parts, Rollout, Trainable
+from tlt.models.families import decoder_options, read_config
 from tlt.models.weights import folder_sha256, num_weights
 from tlt.progress import working
 from tlt.rewards import Reward, make_reward, refuse_special_tokens, refuse_unanswered, sources_sha256
@@ -32,7 +34,7 @@ from tlt.rl.groups import from_plain
 from tlt.run.about import about_adapters, about_folder, about_memory, about_model, about_prompts
 from tlt.run.display import Display
 from tlt.run.folder import OnSave, RunFolder
-from tlt.run.mistakes import refuse_mistakes
+from tlt.run.mistakes import named, refuse_mistakes
 from tlt.run.record import RunProgress
 from tlt.run.resume import Contents, allowed_changes, as_at_its_start, has_effect, sentence
 from tlt.run.trackers import makers_of
@@ -111,7 +113,7 @@ def _prepare(
     if on_save := OnSave(config.run.on_save) if config.run.on_save else None:
         ending.callback(on_save.close)
     refuse_mistakes(config)
-    refuse_wrong_folders(config)
+    _refuse_wrong_folders(config)
     has_ended = found is not None and found.state["step"] == config.train.steps
     if not config.train.lora.rank and not has_ended:  # adapters are small, and a run that has ended saves nothing
         itemsize = max(4, getattr(torch, config.model.dtype).itemsize)  # weights in bfloat16 are saved in float32
@@ -144,6 +146,16 @@ def _prepare(
     if found:
         _restore(run, found, force)
     return run
+
+
+def _refuse_wrong_folders(config: Config) -> None:
+    """Raise ModelError or DrafterError, with the name of the field, if model.path or speculation.path cannot be used.
+    This check takes less than a second and is made before workers start."""
+    with named("model.path"):
+        options = decoder_options(read_config(config.model.path))
+    with named("speculation.path"):
+        if config.speculation.path:
+            load_drafter(config.speculation.path, options)
 
 
 def _restore(run: Run, found: Checkpoint, force: Collection[str]) -> None:

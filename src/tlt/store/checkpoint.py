@@ -120,11 +120,6 @@ def _folders(root: Path) -> list[Path]:
     return sorted(p for p in root.glob(f"step_{'[0-9]' * 8}") if p.is_dir())
 
 
-def steps_of(name: str) -> int:
-    """Return the number of steps in a checkpoint's name, such as 20 for `step_00000020`."""
-    return int(name.removeprefix("step_"))
-
-
 def fault(folder: Path) -> str | None:
     """Return a description of the damage of a checkpoint; None if it is complete."""
     try:

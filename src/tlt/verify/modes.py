@@ -95,10 +95,7 @@ class LookAheadRollout(ClusterRollout):
         self.older.sync(policy, version)
 
     def generate(
-        self,
-        requests: Sequence[Request],
-        on_response: Callable[[Response], None],
-        coming: Iterable[list[Request]] = (),
+        self, requests: Sequence[Request], on_response: Callable[[Response], None], coming: Iterable[list[Request]] = ()
     ) -> tuple[list[Response], RolloutStats]:
         self.coordinator.idle.ahead.store.put(self.older.tokens_of(requests))
         return super().generate(requests, on_response, coming)

@@ -10,7 +10,7 @@ This module does not import vLLM. Shapes: R rows of logits, S slots, V vocabular
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -122,7 +122,7 @@ class NoiseTable:
         self._logprobs = torch.zeros(slots, _LEAST_TOKENS, 2, device=device)
         self._left: dict[int, Tensor] = {}  # log-probs by key, of requests without a slot
         self._distribution: Tensor | None = None
-        self._write = score_writer(device)
+        self._has_kernel = has_kernel(device)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -236,24 +236,16 @@ class NoiseTable:
         )
         log_p, full = sampling_log_probs(logits, sampling)
         noisy = sampling.temperature > 0
-        if noise is None:
-            self._write(logits, log_p, self._seeds[slots], times.clamp(min=0), self._ours[slots], noisy)
+        given = self._seeds[slots], times.clamp(min=0), self._ours[slots], noisy
+        if noise is not None:
+            add_noise(logits, log_p, noise, *given[2:])
+        elif self._has_kernel:
+            from tlt import sampling_kernel
+
+            sampling_kernel.write_scores(logits, log_p, *given)
         else:
-            add_noise(logits, log_p, noise, self._ours[slots], noisy)
+            write_scores(logits, log_p, *given)
         return log_p, full, noisy
-
-
-WriteScores = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-
-
-def score_writer(device: torch.device) -> WriteScores:
-    """Return the function that writes log p + noise into logits: in Triton if the device supports it, else in
-    PyTorch."""
-    if not has_kernel(device):
-        return write_scores
-    from tlt import sampling_kernel
-
-    return sampling_kernel.write_scores
 
 
 def write_scores(logits: Tensor, log_p: Tensor, seeds: Tensor, times: Tensor, ours: Tensor, noisy: Tensor) -> None:
