@@ -154,7 +154,7 @@ class Simulation:
 def calibrate(config: Config, runs: Path) -> tuple[Profile, list[dict[str, Any]]]:
     """Compare simulated runs with measured ones. Return the profile and the comparison. The seconds in which several
     workers sum gradients are fitted to the measured updates with two workers."""
-    profile, rows = measured_profile(runs), list[dict[str, Any]]()
+    profile, rows = measured_profile(runs, MEASURED), list[dict[str, Any]]()
     steps = recorded_lengths(runs / "workers_1")
     for workers in MEASURED:
         own = for_machine(with_workers(config, workers))
@@ -227,7 +227,7 @@ def main() -> int:
     if not (asked.runs / f"workers_{MEASURED[-1]}" / "summary.json").is_file():
         run_all(config, asked.runs, asked.steps, MEASURED)
     profile, calibration = calibrate(config, asked.runs)
-    apart = replace(profile, cores=None)
+    apart = replace(profile, speeds=(1.0,))
     recorded = recorded_lengths(asked.runs / "workers_1")
     size = config.rollout.group_size
     rows = many("toy", config, apart, lambda prompts, count: resampled(recorded, prompts, count), 0.2)

@@ -71,16 +71,12 @@ class Profile:
     call: float = 0.0
     """seconds between a worker's call and the next, with several workers"""
     training: Training | None = None
-    cores: int | None = None
-    """cores that the workers share; None: each has its own device"""
-    together: float = 1.0
-    """speed of a worker while a second one works, relative to one that works alone"""
+    speeds: Sequence[float] = (1.0,)
+    """speed of each worker while 1, 2, ... work at the same time, relative to one alone; more have the last speed"""
 
     def speed(self, working: int) -> float:
         """Return the speed of each of `working` workers that compute at the same time."""
-        if self.cores is None or working < 2:
-            return 1.0
-        return self.together * min(1.0, self.cores / working)
+        return self.speeds[min(working, len(self.speeds)) - 1]
 
 
 class Known(NamedTuple):

@@ -38,13 +38,18 @@ class KnownGroup(NamedTuple):
 
 
 def run_all(config: Config, folder: Path, steps: int, workers: Sequence[int]) -> None:
-    """Do all runs of a calibration, with one thread per worker: one with look-ahead drafts for all requests, two at the
-    same time, and one with each number of workers."""
+    """Do all runs of a calibration, with one thread per worker: one with look-ahead drafts for all requests, and for
+    each number of workers one run with them, and as many runs of one worker at the same time."""
     _run(config, folder / "foreseen", steps, 1, foresees=True)
-    with ThreadPoolExecutor(2) as both:
-        list(both.map(lambda k: _run(config, folder / f"pair_{k}", steps, 1), range(2)))
     for count in workers:
+        if count > 1:
+            with ThreadPoolExecutor(count) as pool:
+                list(pool.map(lambda beside: _run(config, beside, steps, 1), _beside(folder, count)))
         _run(config, folder / f"workers_{count}", steps, count)
+
+
+def _beside(folder: Path, count: int) -> list[Path]:
+    return [folder / f"beside_{count}_{run}" for run in range(count)]
 
 
 def _run(config: Config, folder: Path, steps: int, workers: int, foresees: bool = False) -> None:
@@ -66,9 +71,9 @@ def mean_seconds(folder: Path, *phases: str) -> float:
     return statistics.fmean(sum(line["seconds"].get(phase, 0.0) for phase in phases) for line in lines_of(folder))
 
 
-def measured_profile(folder: Path) -> Profile:
+def measured_profile(folder: Path, workers: Sequence[int]) -> Profile:
     """Return the profile of this machine, from the runs that `run_all` did in this folder."""
-    alone, foreseen, pair = folder / "workers_1", folder / "foreseen", [folder / "pair_0", folder / "pair_1"]
+    alone, foreseen = folder / "workers_1", folder / "foreseen"
     lines = lines_of(alone)
     prefill = statistics.fmean(line["rollout"]["prefill_seconds"] for line in lines)  # of all prompts at once
     recorded, other = read_json(alone / "rounds.json"), read_json(foreseen / "rounds.json")
@@ -76,7 +81,8 @@ def measured_profile(folder: Path) -> Profile:
     scale = mean_seconds(alone, "rollout") / inside
     update, optimizer = _update_seconds(alone)
     tokens = sum(line["tokens"] for line in lines_of(foreseen))
-    phases = ("rollout", "update")
+    work = mean_seconds(alone, "rollout", "update")
+    together = [[mean_seconds(run, "rollout", "update") for run in _beside(folder, count)] for count in workers[1:]]
     return Profile(
         plain=_rounds(other["plain"], scale),
         drafted=_rounds(recorded["own"], scale),
@@ -89,8 +95,7 @@ def measured_profile(folder: Path) -> Profile:
         other=mean_seconds(alone, "reward", "other"),
         call=_CALL,
         training=_training(folder / "workers_2"),
-        cores=len(os.sched_getaffinity(0)),
-        together=mean_seconds(alone, *phases) / statistics.fmean(mean_seconds(run, *phases) for run in pair),
+        speeds=(1.0, *(work / statistics.fmean(seconds) for seconds in together)),
     )
 
 

@@ -58,8 +58,8 @@ def test_a_rollout_takes_the_rounds_of_its_longest_response(workers: int) -> Non
 
 def test_workers_that_share_a_core_take_longer() -> None:
     """Both decode for 10 s of work, at half the speed. Then one decodes 80 tokens alone."""
-    assert simulated(2, replace(PROFILE, cores=1))["rollout"] == pytest.approx(20 + 80)
-    assert simulated(2, replace(PROFILE, cores=2, together=0.8))["rollout"] == pytest.approx(10 / 0.8 + 80)
+    assert simulated(2, replace(PROFILE, speeds=(1.0, 0.5)))["rollout"] == pytest.approx(20 + 80)
+    assert simulated(2, replace(PROFILE, speeds=(1.0, 0.8)))["rollout"] == pytest.approx(10 / 0.8 + 80)
 
 
 def test_look_ahead_of_an_idle_worker_makes_the_next_rollout_shorter() -> None:
