@@ -15,7 +15,7 @@ class Mutant(NamedTuple):
     module: str
     """module under tlt, such as `engine.committing`"""
     function: str
-    """qualified name in the module, such as `Stops.reason`"""
+    """qualified name in the module, such as `Stops.append`"""
     operator: str
     site: int
     """position among the operator's sites in the function, from 0"""

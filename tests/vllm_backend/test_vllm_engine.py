@@ -16,7 +16,7 @@ import torch
 from tiny import tiny_config
 
 from tlt.build import open_engine, open_target, open_workplace
-from tlt.config import Config
+from tlt.config import Config, EngineConfig, ModelConfig
 from tlt.draft.ahead import Ahead
 from tlt.draft.drafter import Drafter
 from tlt.draft.eagle import EagleLayer, eagle_options, load_drafter, save_drafter
@@ -37,7 +37,7 @@ from tlt.verify.modes import InTurn
 from tlt.verify.oracle import OracleDrafter, causal_hidden
 from tlt.vllm.drafting import DraftedRow, Drafting
 from tlt.vllm.noise import Draw
-from tlt.vllm.settings import WIDEST, VllmError
+from tlt.vllm.settings import WIDEST, VllmError, engine_arguments
 from tlt.vllm.vllm_engine import VllmEngine
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cluster"))
@@ -138,6 +138,7 @@ def test_memory_is_freed_if_no_request_is_active(started: Any, tmp_path: Path) -
     """A worker's two engines share a vLLM, and each slice releases the idle one."""
     engine, _, asked = engines(tmp_path, 6)
     expected = facts(decode(engine, asked))
+    assert engine_arguments(ModelConfig(path="folder"), EngineConfig(), None, 100, sleeps=True)["enable_sleep_mode"]
     engine.target._sleeps = True  # as on a GPU
     plain = engine.plain_engine()
     engine.start(asked)

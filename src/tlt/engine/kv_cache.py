@@ -2,7 +2,8 @@
 
 An active row uses the slot whose number is the row's place. Positions [0, length) of a slot are committed, and later
 ones are free. All slots have the same capacity, which grows with the longest row. If the limit forbids that, the
-scheduler preempts rows. In tests, a ledger of checksums finds writes to committed positions.
+scheduler preempts rows. In tests, a ledger of checksums finds writes to committed positions. `TurnStore` keeps keys and
+values of episodes that wait for their next turn.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tlt.models.decoder import Attend
 from tlt.types import Row
 
 _PRIME, _VERSION = 0x1E3779B97F4A7C15, 0x12B2AE3D27D4EB4F  # odd hash factors; sums and products wrap modulo 2^64
-_MOST_BYTES = 1 << 30  # limit of host memory for keys, values and hidden states
+_MOST_BYTES = 1 << 30  # limit of host memory of a `TurnStore`
 AUDIT = "TLT_AUDIT"
 """Environment variable. If it is 1, a ledger checks the contents of all slots after every round."""
 
