@@ -98,9 +98,11 @@ def keywords(r: random.Random) -> dict[str, str]:
 # -- sums --------------------------------------------------------------------------------------------------------------
 
 
-def sums(r: random.Random) -> dict[str, str]:
-    terms = [r.randint(1, 7) for _ in range(4)]
-    return {"question": " + ".join(map(str, terms)), "answer": str(sum(terms))}
+def sums() -> list[dict[str, str]]:
+    """Return 184 of all sums of three digits, each once, so that no held-out sum is in the training data."""
+    terms = list(itertools.product(range(1, 10), repeat=3))
+    random.Random(3).shuffle(terms)
+    return [{"question": " + ".join(map(str, each)), "answer": str(sum(each))} for each in terms[:184]]
 
 
 def write(folder: Path, count: int = 100) -> None:
@@ -109,12 +111,16 @@ def write(folder: Path, count: int = 100) -> None:
         ("word_problems", word_problem, 20),
         ("forecast", series, 20),
         ("keywords", keywords, 20),
-        ("sums", sums, 64),
     ):
         r = random.Random(name)
-        rows = [json.dumps(make(r)) + "\n" for _ in range(count + held_out)]
-        (folder / f"{name}.jsonl").write_text("".join(rows[:count]), encoding="utf-8")
-        (folder / f"{name}_held_out.jsonl").write_text("".join(rows[count:]), encoding="utf-8")
+        _write(folder, name, [make(r) for _ in range(count + held_out)], held_out)
+    _write(folder, "sums", sums(), 64)
+
+
+def _write(folder: Path, name: str, rows: list[dict[str, str]], held_out: int) -> None:
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / f"{name}.jsonl").write_text("".join(lines[:-held_out]), encoding="utf-8")
+    (folder / f"{name}_held_out.jsonl").write_text("".join(lines[-held_out:]), encoding="utf-8")
 
 
 if __name__ == "__main__":

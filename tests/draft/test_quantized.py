@@ -15,7 +15,7 @@ from tlt.config import SpeculationConfig
 from tlt.draft import quantized
 from tlt.draft.drafter import Candidates, Level
 from tlt.draft.drafter_folder import DrafterError
-from tlt.draft.quantized import Int8Copy, Int8Product, QuantizedDrafter, can_quantize
+from tlt.draft.quantized import Int8Copy, Int8Product, QuantizedDrafter, can_quantize, needs_short_inputs
 from tlt.draft.strategy import Strategy
 from tlt.engine.drafters import make_drafters
 from tlt.engine.engine import Engine
@@ -142,27 +142,32 @@ def test_a_recipe_sets_the_largest_number_of_draft_tokens() -> None:
 TOKENS = torch.tensor([[1, 2, 3, 4, 0, 2]])
 
 
-def rounded_product(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T, with each output's weights rounded to 127ths of their largest, and all of x to 255ths of its
-    range."""
+def rounded_product(x: Tensor, weight: Tensor, levels: int) -> Tensor:
+    """Return x @ weight.T, with each output's weights rounded to 127ths of their largest, and all of x to `levels`
+    parts of its range."""
     scale = weight.abs().amax(1, keepdim=True) / 127
     low, high = min(float(x.min()), 0.0), max(float(x.max()), 0.0)
-    step = (high - low) / 255
+    step = (high - low) / levels
     zero = round(-low / step)
-    whole = ((x / step).round() + zero).clamp(0, 255) - zero
+    whole = ((x / step).round() + zero).clamp(0, levels) - zero
     return (whole * step) @ ((weight / scale).round() * scale).T
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
-def test_a_product_is_that_of_rounded_weights_and_inputs(rows: int) -> None:
+@pytest.mark.parametrize("short", {True, needs_short_inputs()}, ids=str)  # 8 bits only where the CPU can
+def test_a_product_is_that_of_rounded_weights_and_inputs(
+    rows: int, short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantized, "needs_short_inputs", lambda: short)
+    levels = 127 if short else 255
     torch.manual_seed(rows)
     weight, x, bias, residual = torch.randn(24, 16), torch.randn(rows, 16), torch.randn(24), torch.randn(rows, 24)
     weight[5], weight[:, 3] = 0.0, weight[:, 3] * 20
     before = residual.clone()
     found = Int8Product(Product(weight, bias))(x, residual)
-    torch.testing.assert_close(found, rounded_product(x, weight) + bias + residual, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found, rounded_product(x, weight, levels) + bias + residual, rtol=1e-4, atol=1e-3)
     alone = Int8Product(Product(weight, shared=True))(x)
-    torch.testing.assert_close(alone, rounded_product(x, weight), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(alone, rounded_product(x, weight, levels), rtol=1e-4, atol=1e-3)
     assert torch.equal(residual, before)
 
 

@@ -39,6 +39,14 @@ _SHARE = 0.005  # maximum share of the time for quantizing; slightly older weigh
 _PRODUCTS = ("qkv", "out", "gate_up", "down")
 
 
+def needs_short_inputs() -> bool:
+    """Return whether inputs must have 7 bits. Without VNNI or AMX, an x86 CPU adds two products of 8 bits in 16 bits,
+    and a sum that does not fit is cut off."""
+    found = torch.cpu.get_capabilities()
+    whole = any(found.get(name, False) for name in ("avx512_vnni", "avx_vnni", "amx_int8"))
+    return found.get("architecture") == "x86_64" and not whole
+
+
 def can_quantize(target: Decoder) -> bool:
     """Return whether an int8 copy can be made: the target is the fused decoder on a CPU, and PyTorch has int8 products
     for this CPU."""
@@ -47,7 +55,7 @@ def can_quantize(target: Decoder) -> bool:
 
 
 class Int8Product:
-    """Int8 version of a `Product`. The weight is int8, and inputs are quantized to 8 bits at each call."""
+    """Int8 version of a `Product`. The weight is int8, and inputs are quantized to 8 bits, or 7, at each call."""
 
     def __init__(self, product: Product) -> None:
         weight = product.weight.float()  # [N, K]
@@ -58,11 +66,11 @@ class Int8Product:
         # torch.quantize_per_channel takes twice as long
         whole = torch._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0)  # pyright: ignore[reportPrivateImportUsage]
         bias = None if product.bias is None else product.bias.float()
-        self.packed = torch.ops.quantized.linear_prepack(whole, bias)
+        self.packed, self.short = torch.ops.quantized.linear_prepack(whole, bias), needs_short_inputs()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return x @ weight.T + bias + residual [M, N], for x [M, K] and residual [M, N]."""
-        out = torch.ops.quantized.linear_dynamic(x.float(), self.packed).to(x.dtype)
+        out = torch.ops.quantized.linear_dynamic(x.float(), self.packed, self.short).to(x.dtype)
         return out if residual is None else out.add_(residual)
 
 
