@@ -55,7 +55,8 @@ def can_quantize(target: Decoder) -> bool:
 
 
 class Int8Product:
-    """Int8 version of a `Product`. The weight is int8, and inputs are quantized to 8 bits, or 7, at each call."""
+    """Int8 version of a `Product`. The weight is int8. Inputs are quantized at each call, to 8 bits, or to 7 if
+    `needs_short_inputs` says so."""
 
     def __init__(self, product: Product) -> None:
         weight = product.weight.float()  # [N, K]
