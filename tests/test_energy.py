@@ -78,6 +78,23 @@ def test_cpu_time_is_that_of_this_process_and_its_descendants() -> None:
     assert cpu.read() > before + 0.45, "it has ended"
 
 
+@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="this system does not count it")
+def test_the_wait_of_two_processes_for_one_core_is_counted() -> None:
+    cores = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(cores)})
+        work = "import time\nwhile time.process_time() < 0.5: pass"
+        with subprocess.Popen([sys.executable, "-c", work]) as child:
+            cpu = CpuTime()
+            before, end = cpu.read_waiting(), time.process_time() + 0.3
+            while time.process_time() < end:
+                pass
+            assert cpu.read_waiting() - before > 0.3, "each waits while the other computes"
+            child.wait()
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def test_the_energy_of_each_phase_is_recorded_and_reset_after_a_step() -> None:
     used = [0]
     tracer = MeteredTracer(Meter({"gpu_joules": nvml(library(used)), "cpu_joules": None}))

@@ -7,6 +7,7 @@ Counters of other machines cannot be read, so a run that joins a Ray cluster by 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -79,10 +80,12 @@ class CpuTime:
         """Return the seconds so far in which threads were ready to run and waited for a free core. Only Linux counts
         them."""
         nanoseconds = 0
-        for process in self._processes:
-            for file in Path(f"/proc/{process.pid}/task").glob("*/schedstat"):
-                with suppress(OSError):  # the thread has ended
-                    nanoseconds += int(file.read_text(encoding="ascii").split()[1])
+        for folder in (f"/proc/{process.pid}/task" for process in self._processes):
+            with suppress(OSError):  # the process has ended
+                for thread in os.listdir(folder):
+                    # not by pathlib, which takes three times as long: Ray's processes have hundreds of threads
+                    with suppress(OSError), open(f"{folder}/{thread}/schedstat", encoding="ascii") as file:
+                        nanoseconds += int(file.read().split()[1])
         return nanoseconds / 1e9
 
     def read(self) -> float:

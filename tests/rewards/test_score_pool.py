@@ -248,6 +248,28 @@ def test_keys_whose_process_ended_may_go_to_any_process() -> None:
         assert [pool.result(verdict).reward for verdict in verdicts] == [1.0, 1.0]
 
 
+def test_a_pool_may_be_closed_while_a_process_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, start, begins = ScorePool(lambda: Stand(0.0)), threading.Thread.start, threading.Event()
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread is not closing:
+            begins.set()
+            time.sleep(0.2)
+        start(thread)
+
+    def close() -> None:
+        begins.wait(60)
+        pool.close()
+        closed.set()
+
+    closing, closed = threading.Thread(target=close), threading.Event()
+    start(closing)
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    pool._serve(Stand(0.0))  # type: ignore[arg-type]
+    closing.join(60)
+    assert closed.is_set(), "the pool was closed"
+
+
 def test_calls_lost_together_are_repeated_one_by_one() -> None:
     """It comes first, because without this rule later tests would never end."""
     sizes: list[int] = []

@@ -125,7 +125,7 @@ class ScorePool:
         with self._changed:
             self._is_starting = False
             self._servers.append(server)
-        server.thread.start()
+            server.thread.start()  # with the lock, because `close` joins the threads of all servers
 
     # -- one process ---------------------------------------------------------------------------------------------------
 
