@@ -249,7 +249,8 @@ def test_keys_whose_process_ended_may_go_to_any_process() -> None:
 
 
 def test_a_pool_may_be_closed_while_a_process_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, start, begins = ScorePool(lambda: Stand(0.0)), threading.Thread.start, threading.Event()
+    made: Any = lambda: Stand(0.0)  # noqa: E731
+    pool, start, begins = ScorePool(made), threading.Thread.start, threading.Event()
 
     def start_late(thread: threading.Thread) -> None:
         if thread is not closing:
@@ -265,7 +266,7 @@ def test_a_pool_may_be_closed_while_a_process_is_added(monkeypatch: pytest.Monke
     closing, closed = threading.Thread(target=close), threading.Event()
     start(closing)
     monkeypatch.setattr(threading.Thread, "start", start_late)
-    pool._serve(Stand(0.0))  # type: ignore[arg-type]
+    pool._serve(made())
     closing.join(60)
     assert closed.is_set(), "the pool was closed"
 
