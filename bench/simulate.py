@@ -3,14 +3,14 @@
     python bench/simulate.py recipes/longtail.toml --runs FOLDER [--steps 20] [--json FILE]
     python bench/simulate.py recipes/longtail.toml --runs FOLDER --rounds FILE --shape 7b
 
-The runs of the first call stay in FOLDER and are not repeated. They take eight minutes on a quiet machine.
+The runs of the first call stay in FOLDER and are not repeated. They take five minutes on a quiet machine.
 
-Coordinator, allocation, order of idle work, look-ahead and schedule of drafter training are those of
-`tlt train`. Only the workers are simulated (`simulated.py`). Their rounds and updates take what runs with one worker
-took on this machine, and responses have the lengths and rewards of these runs (`simulated_profiles.py`). The
-calibration compares simulated runs of one, two and three workers with measured ones. Then 8 and 64 workers are
-simulated, each with cores of its own and 16 responses a step: with lengths and speeds of the toy, with those of the TLT
-paper, and with rounds of bench/gpu_rounds.py (`--rounds`).
+Coordinator, allocation, order of idle work, look-ahead and schedule of drafter training are those of `tlt train`.
+Only the workers are simulated (`simulated.py`). Their rounds and updates take what runs with one worker took on this
+machine. Responses have the lengths, accept lengths and rewards of these runs (`simulated_profiles.py`). The calibration
+compares simulated runs of one, two and three workers with measured ones. Then 8 and 64 workers are simulated, each with
+cores of its own and 16 responses a step: with lengths and speeds of the toy, with those of the TLT paper, and with
+rounds of bench/gpu_rounds.py (`--rounds`).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Simulation:
 
 def calibrate(config: Config, runs: Path) -> tuple[Profile, list[dict[str, Any]]]:
     """Compare simulated runs with measured ones. Return the profile and the comparison. The seconds in which several
-    workers sum gradients are fitted to the measured updates with two workers."""
+    workers copy their state and sum gradients are fitted to the measured updates with two workers."""
     profile, rows = measured_profile(runs, MEASURED), list[dict[str, Any]]()
     steps = recorded_lengths(runs / "workers_1")
     for workers in MEASURED:
@@ -162,7 +162,8 @@ def calibrate(config: Config, runs: Path) -> tuple[Profile, list[dict[str, Any]]
         folder = runs / f"workers_{workers}"
         found = Simulation(own, profile, steps, case).run(len(steps))
         if workers == 2:
-            profile = replace(profile, group=max(0.0, mean_seconds(folder, "update") - found["update"]))
+            more = mean_seconds(folder, "update") - found["update"]
+            profile = replace(profile, group=max(0.0, more * profile.speed(workers)))
             found = Simulation(own, profile, steps, case).run(len(steps))
         measured = {phase: mean_seconds(folder, phase) for phase in ("rollout", "update")}
         measured["step"] = mean_seconds(folder, *PHASES)

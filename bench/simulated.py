@@ -64,7 +64,7 @@ class Profile:
     optimizer: float = 0.0
     """seconds of an update without tokens"""
     group: float = 0.0
-    """further seconds of an update of several workers, to sum gradients"""
+    """further seconds of an update of several workers, which copy their state and sum gradients"""
     sync: float = 0.0
     other: float = 0.0
     """seconds of a step in which no worker works, such as waiting for rewards"""
@@ -84,6 +84,8 @@ class Known(NamedTuple):
 
     length: int
     reward: float
+    pace: float = 0.0
+    """tokens that it gains in a round with drafts; 0: as many as the profile says"""
 
 
 @dataclass(eq=False)
@@ -91,16 +93,20 @@ class Live:
     """Row that is decoded: its tokens so far, and those that its look-ahead draft knows."""
 
     request: Request
-    length: int
+    response: Known
     tokens: float = 0.0
     known: int = 0
     passes: float = 0.0
     ahead_passes: float = 0.0
     ahead_tokens: float = 0.0
 
+    @property
+    def length(self) -> int:
+        return self.response.length
+
     def decoded(self, seen: float) -> PassCounts:
-        ahead = {"ahead_passes": round(self.ahead_passes), "ahead_committed": round(self.ahead_tokens)}
-        return PassCounts(max(1, round(self.passes)), **ahead, seen_ahead=round(seen * self.ahead_tokens))
+        ahead = {"ahead_passes": math.ceil(self.ahead_passes), "ahead_committed": round(self.ahead_tokens)}
+        return PassCounts(math.ceil(self.passes), **ahead, seen_ahead=round(seen * self.ahead_tokens))
 
 
 class Learner:
@@ -133,7 +139,7 @@ class SimulatedWorker:
             self.rollout, self.rows, self.stats = work.rollout, {}, RolloutStats()
         until, drafts = self.clock.now + seconds, {ahead.seed: len(ahead.tokens) for ahead in work.drafts}
         requests = [*work.requests, *(row.request for row in work.resumed)]
-        self.rows |= {r.seed: Live(r, self.known[r.seed].length, known=drafts.get(r.seed, 0)) for r in requests}
+        self.rows |= {r.seed: Live(r, self.known[r.seed], known=drafts.get(r.seed, 0)) for r in requests}
         yield from self._prefill(requests)
         found: list[Response] = []
         while self.rows:
@@ -157,9 +163,10 @@ class SimulatedWorker:
         plain = self.config.speculation.drafter == "off"
         each, gained = (self.profile.plain if plain else self.profile.drafted).at(len(rows))
         each_known, gained_known = self.profile.ahead.at(len(rows))
-        gained = 1 + (gained - 1) * self.learner.in_use
+        paces = [1.0 if plain else row.response.pace or gained for row in rows]
+        own = [1 + (pace - 1) * self.learner.in_use for pace in paces]
         known = [row.tokens < row.known for row in rows]
-        speeds = [max(gained, gained_known) if ahead else gained for ahead in known]
+        speeds = [max(speed, gained_known) if ahead else speed for speed, ahead in zip(own, known, strict=True)]
         ends = [row.known if ahead else row.length for row, ahead in zip(rows, known, strict=True)]
         left = min((end - row.tokens) / speed for row, end, speed in zip(rows, ends, speeds, strict=True))
         one = each + (each_known - each) * sum(known) / len(rows)
@@ -185,7 +192,7 @@ class SimulatedWorker:
             for request in new:
                 own = drafts.get(request.seed)
                 known = len(own.tokens) if own and not own.ended else 0
-                live.append(Live(request, self.known[request.seed].length, tokens=known))
+                live.append(Live(request, self.known[request.seed], tokens=known))
             found += live[len(live) - len(new) :]
             yield from self._prefill(new)
             yield from self._rounds(live, until - self.clock.now if self.ends < number else 0.0)
@@ -213,8 +220,8 @@ class SimulatedWorker:
         count = self.config.cluster.workers
         work = [_tokens(batch, shard) for shard in self.packer.all_shards(batch, counted, count)]
         most = max(sum(work[k] for k in numbers_of(member, size, count)) for member in range(size))
-        seconds = most * self.profile.update + self.profile.optimizer
-        yield seconds / self.profile.speed(size) + self.profile.group * (size > 1), math.inf
+        seconds = most * self.profile.update + self.profile.optimizer + self.profile.group * (size > 1)
+        yield seconds / self.profile.speed(size), math.inf
         return {}
 
     def sync(self, version: int) -> Work:

@@ -9,7 +9,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,18 +37,11 @@ class KnownGroup(NamedTuple):
 
 
 def run_all(config: Config, folder: Path, steps: int, workers: Sequence[int]) -> None:
-    """Do all runs of a calibration, with one thread per worker: one with look-ahead drafts for all requests, and for
-    each number of workers one run with them, and as many runs of one worker at the same time."""
+    """Do all runs of a calibration, with one thread per worker: one with look-ahead drafts for all requests, and one
+    with each number of workers."""
     _run(config, folder / "foreseen", steps, 1, foresees=True)
     for count in workers:
-        if count > 1:
-            with ThreadPoolExecutor(count) as pool:
-                list(pool.map(lambda beside: _run(config, beside, steps, 1), _beside(folder, count)))
         _run(config, folder / f"workers_{count}", steps, count)
-
-
-def _beside(folder: Path, count: int) -> list[Path]:
-    return [folder / f"beside_{count}_{run}" for run in range(count)]
 
 
 def _run(config: Config, folder: Path, steps: int, workers: int, foresees: bool = False) -> None:
@@ -81,8 +73,6 @@ def measured_profile(folder: Path, workers: Sequence[int]) -> Profile:
     scale = mean_seconds(alone, "rollout") / inside
     update, optimizer = _update_seconds(alone)
     tokens = sum(line["tokens"] for line in lines_of(foreseen))
-    work = mean_seconds(alone, "rollout", "update")
-    together = [[mean_seconds(run, "rollout", "update") for run in _beside(folder, count)] for count in workers[1:]]
     return Profile(
         plain=_rounds(other["plain"], scale),
         drafted=_rounds(recorded["own"], scale),
@@ -95,8 +85,16 @@ def measured_profile(folder: Path, workers: Sequence[int]) -> Profile:
         other=mean_seconds(alone, "reward", "other"),
         call=_CALL,
         training=_training(folder / "workers_2"),
-        speeds=(1.0, *(work / statistics.fmean(seconds) for seconds in together)),
+        speeds=tuple(_share_of_cores(folder / f"workers_{count}") for count in workers),
     )
+
+
+def _share_of_cores(folder: Path) -> float:
+    """Return the share of the time of an update, in which all workers compute, for which the run's threads had a core.
+    Workers share cores with the driver, with Ray, and with one another if they are more than the cores."""
+    updates = [line["energy"]["phases"]["update"] for line in lines_of(folder)]
+    computed, waited = (sum(one[name] for one in updates) for name in ("cpu_seconds", "cpu_wait_seconds"))
+    return computed / (computed + waited)
 
 
 def _rounds(recorded: Sequence[tuple[int, float, int]], scale: float) -> Rounds:
@@ -140,7 +138,8 @@ def recorded_lengths(folder: Path) -> list[list[KnownGroup]]:
     found: dict[tuple[int, int, int], dict[int, Known]] = {}
     for line in _completions(folder):
         group = found.setdefault((line["step"], line["prompt_id"], line["epoch"]), {})
-        group[line["index"]] = Known(line["length"], line["reward"] or 0.0)
+        pace = line["length"] / max(1, line["decoded"]["row_passes"])
+        group[line["index"]] = Known(line["length"], line["reward"] or 0.0, pace)
     steps, seen = [], 0
     for line in read_metrics(folder):
         prompt = round((line["tokens_seen"] - seen - line["tokens"]) / line["responses"])

@@ -56,6 +56,14 @@ def test_a_rollout_takes_the_rounds_of_its_longest_response(workers: int) -> Non
     assert simulated(workers, faster)["rollout"] == pytest.approx(45)
 
 
+def test_a_response_has_the_pace_that_was_recorded() -> None:
+    """The first three responses gain 2 tokens a round and the longest one 9. Plain decoding gains 1."""
+    known = [Known(10, 1.0, 2.0), Known(10, 0.0, 2.0), Known(10, 1.0, 2.0), Known(90, 0.0, 9.0)]
+    steps = [[KnownGroup(4, known[:2]), KnownGroup(4, known[2:])]] * 6
+    for case, rounds in (("adaptive", 10), ("plain", 90)):
+        assert Simulation(config_of(1), PROFILE, steps, CASES[case]).run(4)["rollout"] == pytest.approx(rounds)
+
+
 def test_workers_that_share_a_core_take_longer() -> None:
     """Both decode for 10 s of work, at half the speed. Then one decodes 80 tokens alone."""
     assert simulated(2, replace(PROFILE, speeds=(1.0, 0.5)))["rollout"] == pytest.approx(20 + 80)
