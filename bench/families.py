@@ -16,6 +16,7 @@ import logging
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,8 +148,8 @@ def save_small(name: str, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def try_family(name: str) -> str:
-    """Return "" for a family that passes, else what is wrong."""
+def try_family(name: str, dtypes: Sequence[torch.dtype] = tuple(ROUNDING)) -> str:
+    """Return "" for a family that passes in these number formats, else what is wrong."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         try:
@@ -156,7 +157,7 @@ def try_family(name: str) -> str:
         except Exception as error:  # a config may need fields that are not known here
             return f"no small model can be made ({first_line(error)[:200]})"
         try:
-            return next(filter(None, (_compare(folder, d) or _adapt(folder, d) for d in ROUNDING)), "")
+            return next(filter(None, (_compare(folder, d) or _adapt(folder, d) for d in dtypes)), "")
         except ValueError as error:
             return first_line(error)[:200]
 
