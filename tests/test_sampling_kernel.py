@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from triton_interpreter import (
     INTERPRETED,
-    bfloat16_as_on_a_gpu,
+    products_as_on_a_gpu,
     compiles,
     in_the_interpreter,
     not_in_the_interpreter,
@@ -41,7 +41,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from tlt import sampling_kernel
 
     monkeypatch.setattr(sampling_kernel, "_BLOCK", BLOCK)
-    with bfloat16_as_on_a_gpu():
+    with products_as_on_a_gpu():
         yield
 
 
@@ -136,7 +136,7 @@ def test_the_scores_equal_those_of_torch(vocab_size: int, dtype: torch.dtype) ->
     given = log_p, SEEDS, LAST_TIMES, ours, noisy
     expected, before = logits.clone(), logits.clone()
     noise.write_scores(expected, *given)
-    with bfloat16_as_on_a_gpu():
+    with products_as_on_a_gpu():
         sampling_kernel.write_scores(logits, *given)
     assert torch.equal(logits, expected)
     assert torch.equal(logits[3], before[3])

@@ -45,17 +45,19 @@ def compiles(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]
 
 
 @contextmanager
-def bfloat16_as_on_a_gpu() -> Iterator[None]:
+def products_as_on_a_gpu() -> Iterator[None]:
     """Mend the interpreter. It multiplies the bits of bfloat16 as integers, and cuts off what bfloat16 does not hold. A
-    GPU rounds to the nearest number."""
+    GPU rounds to the nearest number. NumPy's products round a row of a tile by its place in the tile on some CPUs. A
+    GPU computes all rows alike."""
     import triton.language as tl  # type: ignore[import-not-found]
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle  # type: ignore[import-not-found]
 
-    dot, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+    cast = InterpreterBuilder.cast_impl
 
-    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        a, b = (TensorHandle(_wide(x.data), tl.float32) if x.dtype == tl.bfloat16 else x for x in (a, b))
-        return dot(self, a, b, *others)
+    def create_dot(self: Any, a: Any, b: Any, sums: Any, *settings: Any) -> Any:
+        rows, other = (_wide(x.data) if x.dtype == tl.bfloat16 else x.data for x in (a, b))
+        product = np.concatenate([row[None] @ other for row in rows])
+        return TensorHandle(product.astype(sums.data.dtype) + sums.data, sums.dtype.scalar)
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
         if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from triton_interpreter import (
-    bfloat16_as_on_a_gpu,
+    products_as_on_a_gpu,
     compiles,
     in_the_interpreter,
     not_in_the_interpreter,
@@ -31,7 +31,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(kernels, "PART", PART)
     monkeypatch.setattr(kernels, "_BLOCK_BYTES", 1)
-    with bfloat16_as_on_a_gpu():
+    with products_as_on_a_gpu():
         yield
 
 

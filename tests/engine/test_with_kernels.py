@@ -10,7 +10,7 @@ import torch
 from random_drafter import RandomDrafter
 from small import Replay, decoder_of, finish
 from tiny import qwen3
-from triton_interpreter import bfloat16_as_on_a_gpu, in_the_interpreter, not_in_the_interpreter, run_in_the_interpreter
+from triton_interpreter import products_as_on_a_gpu, in_the_interpreter, not_in_the_interpreter, run_in_the_interpreter
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter
@@ -38,7 +38,7 @@ def kernels_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(kernels, "PART", 16)
     monkeypatch.setattr(kernels, "_BLOCK_BYTES", 1)
     choose_kernels(monkeypatch, True)
-    with bfloat16_as_on_a_gpu():
+    with products_as_on_a_gpu():
         yield
 
 
