@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from triton_interpreter import (
     INTERPRETED,
-    products_as_on_a_gpu,
     compiles,
     in_the_interpreter,
     not_in_the_interpreter,
+    products_as_on_a_gpu,
     run_in_the_interpreter,
 )
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from triton_interpreter import (
-    products_as_on_a_gpu,
     compiles,
     in_the_interpreter,
     not_in_the_interpreter,
+    products_as_on_a_gpu,
     run_in_the_interpreter,
 )
 

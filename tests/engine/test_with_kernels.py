@@ -10,7 +10,7 @@ import torch
 from random_drafter import RandomDrafter
 from small import Replay, decoder_of, finish
 from tiny import qwen3
-from triton_interpreter import products_as_on_a_gpu, in_the_interpreter, not_in_the_interpreter, run_in_the_interpreter
+from triton_interpreter import in_the_interpreter, not_in_the_interpreter, products_as_on_a_gpu, run_in_the_interpreter
 
 from tlt.config import EngineConfig
 from tlt.draft.drafter import Drafter
