@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -96,17 +97,44 @@ def test_the_wait_of_two_processes_for_one_core_is_counted() -> None:
         os.sched_setaffinity(0, cores)
 
 
+def test_the_wait_is_the_second_number_of_schedstat_in_nanoseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux writes the time on a core, the time of waiting for one, and the number of time slices."""
+    cpu = CpuTime()
+    cpu._processes = cpu._processes[:1]
+    monkeypatch.setattr("os.listdir", lambda folder: ["1", "2"])
+    monkeypatch.setattr("tlt.energy.open", lambda *_, **__: StringIO("7000000000 2000000000 3"), raising=False)
+    assert cpu.read_waiting() == 4.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").is_file(), reason="this system does not count it")
+def test_a_meter_counts_workers_that_start_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuTime, "read", lambda cpu: 2.0 * len(cpu._processes))
+    monkeypatch.setattr(CpuTime, "read_waiting", lambda cpu: 7.0 * len(cpu._processes))
+    tracer = MeteredTracer(Meter())
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        found = tracer.step_energy()
+        child.communicate(b"\n")
+    assert (found["cpu_seconds"], found["cpu_wait_seconds"]) == (2.0, 7.0)
+
+
+def test_a_counter_that_falls_counts_as_0() -> None:
+    tracer = MeteredTracer(Meter({"cpu_seconds": iter([5.0, 3.0]).__next__}))
+    assert tracer.step_energy() == {"cpu_seconds": 0.0}
+
+
 def test_the_energy_of_each_phase_is_recorded_and_reset_after_a_step() -> None:
     used = [0]
     tracer = MeteredTracer(Meter({"gpu_joules": nvml(library(used)), "cpu_joules": None}))
     for millijoules in (3_000, 1_000):
         with tracer.span("rollout"):
             used[0] += millijoules
-    with tracer.span("save"):
-        used[0] += 500
-    assert tracer.step_energy() == {"gpu_joules": 4.5, "phases": {"rollout": {"gpu_joules": 4.0}}}
+    for name in ("save", "compare"):
+        with tracer.span(name):
+            used[0] += 500
+    phases = {"rollout": {"gpu_joules": 4.0}, "compare": {"gpu_joules": 0.5}}
+    assert tracer.step_energy() == {"gpu_joules": 5.0, "phases": phases}
     assert tracer.step_energy() == {"gpu_joules": 0}
-    assert [span.name for span in tracer.drain()][-1] == "save"
+    assert [span.name for span in tracer.drain()][-1] == "compare"
 
 
 def test_a_counter_that_fails_is_named_once_and_the_others_go_on(
@@ -141,3 +169,6 @@ def test_totals_by_hand() -> None:
     assert found["per_million_tokens"] == {"gpu_joules": pytest.approx(20_000)}
     assert found["compared"] == {"steps": 2, "plain": {"gpu_joules": 6}, "ours": {"gpu_joules": 4}}
     assert total_energy([{"step": 0, "energy": {}}]) == {}
+    assert total_energy([{"step": 0, "tokens": 500, "energy": {}}, *lines(0.1, 0.1, 0.2, 0.3)]) == found, "no counter"
+    failed = total_energy([{"step": 0, "energy": {"cpu_joules": 1.0}}, *lines(0.1, 0.1, 0.2, 0.3)])
+    assert failed["sums"] == {"gpu_joules": 40}, "a counter that failed in the run has no total"

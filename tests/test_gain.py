@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tlt.gain import BusyWarning, Gain, gain_of, verdict
+from tlt.gain import BusyWarning, Gain, gain_of, gained_little, verdict
 
 
 def line(
@@ -93,8 +93,9 @@ def test_an_interval_that_contains_1_is_no_gain() -> None:
 def test_few_pairs_and_the_start_up_are_no_gain() -> None:
     assert found(lines(1.5, 1.6)).times is None
     assert found([line(1, 1.5)] * 3).times is None, "the first step includes the start-up"
-    slow_start = [line(0, 1.0, 10.0), *lines(1.5, 1.6, 1.7)]
+    slow_start = [line(0, 1.0, 10.0, accepted=0), *lines(1.5, 1.6, 1.7)]
     assert found(slow_start) == found(slow_start[1:])
+    assert [gained_little(found(lines(*[1.0] * number))) for number in (2, 3)] == [False, True]
     assert gain_of([]) is None
     assert gain_of([{"step": 1, "seconds": {"rollout": 1.0}, "rollout": {}}]) is None, "it was not compared"
 
@@ -107,6 +108,14 @@ def test_busy_cores_make_the_times_worthless() -> None:
     assert found(lines(1.5, 1.6, 1.7, waited=0.1)).times == 1.6
     uncounted = [each | {"energy": {}} for each in lines(1.5, 1.6, 1.7)]
     assert found(uncounted).times == 1.6, "not all systems count it"
+
+
+@pytest.mark.parametrize("phase", ["compare", "rollout"])
+def test_other_work_during_one_of_the_two_rollouts_makes_the_times_worthless(phase: str) -> None:
+    given = lines(1.5, 1.6, 1.7)
+    for each in given:
+        each["energy"]["phases"] |= {phase: {"cpu_seconds": 1.0, "cpu_wait_seconds": 1.0}}
+    assert not found(given).is_trusted
 
 
 def test_a_run_warns_once_of_busy_cores(caplog: pytest.LogCaptureFixture) -> None:

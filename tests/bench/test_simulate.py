@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import made_up_run
 import pytest
 
 from tlt.config import Config, parse_config
@@ -14,9 +16,10 @@ from tlt.metrics import write_json
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
+from profile_run import SKIPPED
 from simulate import CASES, Simulation
 from simulated import Known, Profile, Rounds, Training
-from simulated_profiles import KnownGroup, gpu_profile
+from simulated_profiles import KnownGroup, _share_of_cores, gpu_profile, paper_profile, recorded_lengths
 
 ONE = Rounds([1, 8], [1.0, 1.0], [1.0, 1.0])
 PROFILE = Profile(
@@ -68,6 +71,7 @@ def test_workers_that_share_a_core_take_longer() -> None:
     """Both decode for 10 s of work, at half the speed. Then one decodes 80 tokens alone."""
     assert simulated(2, replace(PROFILE, speeds=(1.0, 0.5)))["rollout"] == pytest.approx(20 + 80)
     assert simulated(2, replace(PROFILE, speeds=(1.0, 0.8)))["rollout"] == pytest.approx(10 / 0.8 + 80)
+    assert simulated(2, replace(PROFILE, speeds=(1.0, 0.5), update=0.1))["update"] == pytest.approx(0.1 * 94 / 0.5)
 
 
 def test_look_ahead_of_an_idle_worker_makes_the_next_rollout_shorter() -> None:
@@ -102,3 +106,36 @@ def test_a_gpu_has_the_rounds_of_its_file(tmp_path: Path) -> None:
     assert found.plain == ([1, 8], [0.011, 0.018], [1.0, 1.0])
     assert found.drafted.at(4.5) == pytest.approx((0.0185, 1 + 0.7 + 0.49 + 0.343 + 0.2401))
     assert found.update == pytest.approx(2 / 800)
+
+
+def write_lines(path: Path, *lines: Any) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+def test_a_recorded_response_has_its_length_reward_and_tokens_per_pass(tmp_path: Path) -> None:
+    step = made_up_run.line(0, tokens=30, tokens_seen=38, responses=2, prompts=[[5, 0]])
+    of_one = {"step": 1, "prompt_id": 5, "epoch": 0}
+    first, second = (of_one | {"index": i, "length": n, "reward": r} for i, n, r in ((0, 10, 1.0), (1, 20, None)))
+    write_lines(tmp_path / "metrics.jsonl", step)
+    decoded = {"decoded": {"row_passes": 5}}
+    write_lines(tmp_path / "completions.jsonl", second | decoded, first | decoded)
+    assert recorded_lengths(tmp_path) == [[KnownGroup(4, [Known(10, 1.0, 2.0), Known(20, 0.0, 4.0)])]]
+
+
+def test_workers_have_the_share_of_cores_that_updates_had(tmp_path: Path) -> None:
+    """Updates computed for 3 s and waited for 1 s. The first steps do not count."""
+    waits = [5.0] * SKIPPED + [0.0, 1.0]
+    used = [{"update": {"cpu_seconds": 1.5, "cpu_wait_seconds": wait}} for wait in waits]
+    write_lines(
+        tmp_path / "metrics.jsonl", *(made_up_run.line(i, energy={"phases": one}) for i, one in enumerate(used))
+    )
+    assert _share_of_cores(tmp_path) == pytest.approx(0.75)
+
+
+def test_rounds_of_the_paper_by_hand() -> None:
+    """A plain round of one row takes 0.0101 s. With drafts, one that accepts 8.21 tokens is 3.62 times as fast. With
+    drafts that are known, one that accepts 6.80 tokens is 3.22 times as fast and has no time of drafting."""
+    found = paper_profile(0.0)
+    assert found.drafted.at(1) == pytest.approx((0.0101 * 8.21 / 3.62, 4.59))
+    assert found.ahead.at(1)[0] == pytest.approx(0.0101 * (6.80 / 3.22 - 1))
+    assert found.drafted.at(64) == (found.plain.at(64)[0], 1.0)

@@ -102,6 +102,13 @@ def test_requests_of_an_ended_call_or_rollout_are_assigned_again() -> None:
     assert seeds(ahead.work(1, 2, 1)) == [11, 12]
 
 
+def test_free_slots_get_the_unfinished_coming_requests_once_in_each_rollout() -> None:
+    ahead = looking(known(11))
+    for coming, left in ((requests(10, 11), requests(10)), (requests(20, 21), requests(20, 21))):
+        ahead.begin(iter([coming]))
+        assert [ahead.for_free_slots(), ahead.for_free_slots()] == [left, None]
+
+
 def test_look_ahead_drafts_are_dropped_after_use() -> None:
     ahead = looking(known(0, 5), known(10, 7))
     ahead.end(RolloutStats(), responses(0, 0, 1), 0)

@@ -59,6 +59,15 @@ def test_the_start_up_is_counted_once() -> None:
     assert said(lines)[-1].startswith("600 steps would take 1:00:30, with plain decoding 1:40:00;")
 
 
+def test_the_time_of_plain_decoding_follows_from_the_claimed_gain() -> None:
+    """The seconds say 2.00. The accept length is 1.50, so a plain step takes at most 4 x 1.5 + 2 = 8 s."""
+    lines = said([line(step) | {"rollout": {"draft_passes": 10, "accepted": 5}} for step in range(4)])
+    assert lines[-2:] == [
+        "a step takes 6.0 s, 1.33 times as fast as with plain decoding",
+        "600 steps would take 1:00:00, with plain decoding 1:20:00; evaluations and saves come on top",
+    ]
+
+
 def test_a_single_step_claims_nothing() -> None:
     lines = said([line(0, rollout=34.0), line(1)])
     assert lines[0] == "measured on 1 step after the first, same tokens:"
@@ -118,7 +127,7 @@ def test_a_recipe_is_measured_and_leaves_nothing(
     """Held-out prompts are not decoded: their file does not even exist. Nothing is copied or tracked, and no line names
     a file that is deleted."""
     run = {"on_save": f"touch {tmp_path}/saved", "trackers": ["wandb"]}
-    tree = tiny_tree(tmp_path, run=run, eval={"every": 1, "path": "missing.jsonl"})
+    tree = tiny_tree(tmp_path, run=run, train={"steps": 7}, eval={"every": 1, "path": "missing.jsonl"})
     recipe, before = write_recipe(tmp_path / "recipe.toml", tree), sorted(tmp_path.iterdir())
     monkeypatch.setattr("tlt.gain._BUSY", 2.0)  # tests may run on a busy machine
     with patch.dict(sys.modules, {"wandb": None}), pytest.raises(SystemExit) as ended:
@@ -126,9 +135,17 @@ def test_a_recipe_is_measured_and_leaves_nothing(
     assert ended.value.code == 0
     printed = capsys.readouterr().out
     assert "measured on 2 steps after the first, same tokens:" in printed
-    assert "2 steps would take" in printed
+    assert "7 steps would take" in printed
     assert "tlt-estimate-" not in printed
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_option_sets_the_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("tlt.commands.estimate.estimate", lambda config, *_: asked.append(config.cluster.workers) or ())
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", str(write_recipe(tmp_path / "recipe.toml", tiny_tree(tmp_path))), "--workers", "3"])
+    assert asked == [3]
 
 
 def test_the_temporary_folder_is_on_the_disk_of_the_runs_folder(tmp_path: Path) -> None:
