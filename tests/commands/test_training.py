@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_prompts(home / "held_out.jsonl", "unseen", "other", "more", QUESTIONS[0])
     held_out = {"every": 2, "samples": 3, "path": str(home / "held_out.jsonl"), "size": 2}
     train(tiny_config(home, eval=held_out, train={"steps": 2}, speculation={"drafter": "suffix"}))
+    adapted = {"steps": 2, "lora": {"rank": 4}, "learning_rate": 0.1}
+    train(tiny_config(home, eval=held_out, train=adapted, run={"folder": str(home / "adapted")}))
     train(tiny_config(home, run={"folder": str(home / "open")}, train={"steps": 1}, speculation={"drafter": "off"}))
     return home
 
 
-def measured(home: Path, *words: str) -> dict[str, Any]:
+def measured(home: Path, *words: str, run: str = "run") -> dict[str, Any]:
     with pytest.raises(SystemExit) as ended:
-        main(["eval", str(home / "run"), "--json", str(home / "found.json"), *words])
+        main(["eval", str(home / run), "--json", str(home / "found.json"), *words])
     assert ended.value.code == 0
     return json.loads((home / "found.json").read_text(encoding="utf-8"))
 
@@ -44,6 +47,23 @@ def test_it_repeats_the_last_evaluation_of_the_run(home: Path, capsys: pytest.Ca
         capsys.readouterr().out
     )
     assert sorted(home.rglob("run/**/*")) == before
+
+
+def test_adapters_are_merged_as_in_the_run(home: Path) -> None:
+    first, last = (
+        json.loads((home / "adapted" / "summary.json").read_text())[f"eval_{name}"] for name in ("first", "last")
+    )
+    found = measured(home, run="adapted")
+    assert {name: found[name] for name in last} == last != first
+
+
+def test_adapters_of_another_model_are_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = shutil.copytree(home / "model", home / "other")
+    (other / "generation_config.json").write_text('{"eos_token_id": 5}', encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        main(["eval", str(home / "adapted"), "--model.path", str(other)])
+    assert ended.value.code == 2
+    assert f"the files in {other} are not those that the adapters in" in capsys.readouterr().err
 
 
 def test_all_prompts_of_another_file_are_evaluated_but_those_that_trained(home: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ MISTAKES = {
     "train RECIPE --model.path HOME/none": "model.path: there is no folder",
     "train RECIPE --model.path org/tiny": "HF_HUB_OFFLINE is set",
     "train RECIPE --model.path HOME/empty": "has no config.json",
+    "train RECIPE --model.path HOME/bare": "model.path: HOME/bare has no weights file model.safetensors",
     "train RECIPE --data.path HOME/none.jsonl": "tlt: data.path: there is no file HOME/none.jsonl: give a .jsonl",
     "train RECIPE --data.prompt_column text": "set data.prompt_column to one of its columns, question, answer",
     "train RECIPE --data.answer_column gold": "has nothing under data.answer_column = 'gold'",
@@ -72,6 +74,7 @@ def test_mistakes_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "own.py").write_text(REWARDS, encoding="utf-8")
     (tmp_path / "open.jsonl").write_text('{"question": "a"}\n', encoding="utf-8")
+    shutil.copytree(tmp_path / "model", tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "used").mkdir()
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "config.json").write_text('{"tlt_drafter": {"hidden_size": 8}}', encoding="utf-8")

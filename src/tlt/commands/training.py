@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tlt.commands.options import RECIPE, output_file
 from tlt.config import Config, ConfigError, config_of_run, load_config
@@ -16,6 +17,9 @@ from tlt.run.trackers import makers_of
 from tlt.store.checkpoint import latest
 from tlt.store.hub import from_hub
 from tlt.wording import counted
+
+if TYPE_CHECKING:
+    from tlt.engine.protocol import Target
 
 # a recipe has one source of prompts and one of rewards: --data and --reward replace those of the recipe
 _OTHER_DATA = ("--data.tasks=[]",)
@@ -98,12 +102,12 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
 
 def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     found = latest(arguments.run / "checkpoints")
-    saved = found.state["config"]
+    saved, policy = found.state["config"], found.folder / "policy"
     if not arguments.data and saved["data"]["path"] and not saved["eval"]["path"] and not overrides:
         raise ConfigError(f"{arguments.run} has no held-out prompts: give --data FILE")
     held_out = {"path": arguments.data, "hub": None, "size": 250_000} if arguments.data else {}
     sections = {
-        "model": {"path": str(found.folder / "policy"), "hub": None},
+        "model": {} if saved["train"]["lora"]["rank"] else {"path": str(policy), "hub": None},
         "eval": {"every": 1, **held_out},
         "cluster": {"workers": 1, "min_workers": None, "address": None},
         "train": {"shard": False},
@@ -113,7 +117,7 @@ def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     with loading():
         from tlt.metrics import provenance, write_json
         from tlt.run.display import held_out_line
-    prompts, values = evaluated(config, found.state["step"])
+    prompts, values = evaluated(config, policy, found.state["step"])
     responses = counted(config.eval.samples, "response")
     source = config.eval.path or config.data.source[1]
     steps = counted(found.state["step"], "step")
@@ -126,10 +130,11 @@ def _eval(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def evaluated(config: Config, steps: int) -> tuple[int, dict[str, float]]:
-    """Return the number of held-out prompts, and the metrics of the policy in model.path by name. `steps` is the number
-    of steps that have trained it. Raises a ValueError of one sentence for errors that the user can fix."""
-    from tlt.build import for_machine, open_target
+def evaluated(config: Config, policy: Path, steps: int) -> tuple[int, dict[str, float]]:
+    """Return the number of held-out prompts, and the metrics of the policy by name. The policy is the model in
+    model.path. With LoRA, it is that model with the adapters in the folder `policy`. `steps` is the number of steps
+    that have trained it. Raises a ValueError of one sentence for errors that the user can fix."""
+    from tlt.build import for_machine
     from tlt.cluster.remote import local_rollout
     from tlt.cluster.worker import Worker, decoding_parts
     from tlt.data.limits import eval_sampling
@@ -142,7 +147,7 @@ def evaluated(config: Config, steps: int) -> tuple[int, dict[str, float]]:
 
     config = from_hub(with_tools(for_machine(config)))
     inputs = read_inputs(config, load_tokenizer(config.model.path))
-    worker = Worker(config, *decoding_parts(config, open_target(config, config.model.path)))
+    worker = Worker(config, *decoding_parts(config, _target(config, policy, steps)))
     rollout = local_rollout(worker, config, inputs.turns)
     inputs.turns.step = steps
     sampling, watcher = eval_sampling(config, inputs.sampling), Watcher()
@@ -154,3 +159,18 @@ def evaluated(config: Config, steps: int) -> tuple[int, dict[str, float]]:
         rollout.close()
         inputs.reward.close()
     return len(inputs.held_out), values
+
+
+def _target(config: Config, policy: Path, steps: int) -> Target:
+    """Return the target with the weights of the policy, which are described at `evaluated`."""
+    from tlt.build import open_target
+    from tlt.rl.lora import refuse_other_base
+    from tlt.rl.parity import take_weights
+    from tlt.rl.sharded import make_policy
+
+    if not config.train.lora.rank:
+        return open_target(config, config.model.path)
+    refuse_other_base(policy, config.model.path)
+    target = open_target(config, None)
+    take_weights(target, make_policy(config, policy), steps)  # merges the adapters, as the run does
+    return target

@@ -13,6 +13,7 @@ FILES = (
     *("tekken.json", "chat_template*", "additional_chat_templates/*.jinja", "generation_config.json"),
 )
 """patterns of the files other than config.json and the weights: tokenizer, chat template, generation defaults"""
+_SINGLE = "model.safetensors"
 
 
 class ModelError(ValueError):
@@ -53,6 +54,26 @@ def refuse_no_tokenizer(path: Path) -> None:
     tokenizer for some model families."""
     if not any(path.glob("*token*")) and not any(path.glob("vocab*")):
         raise ModelError(f"{path} has no tokenizer: copy tokenizer.json and tokenizer_config.json there")
+
+
+def weight_paths(folder: str | Path) -> list[Path]:
+    """Return the paths of the safetensors files of a checkpoint folder, which are not opened. Raises ModelError if one
+    is missing."""
+    path = Path(folder)
+    index = path / "model.safetensors.index.json"
+    sharded = index.is_file() and not (path / _SINGLE).is_file()
+    names = _shards(index) if sharded else [_SINGLE]
+    for name in names:
+        if Path(name).name != name or not (path / name).is_file():
+            raise ModelError(
+                f"{path} has no weights file {name}: tlt reads safetensors only (save the model with save_pretrained)"
+            )
+    return [path / name for name in names]
+
+
+def _shards(index: Path) -> list[str]:
+    with errors_as(ModelError, f"{index} is not an index of safetensors files", "fetch or save it again"):
+        return sorted({Path(name).as_posix() for name in read_json(index)["weight_map"].values()})
 
 
 def has_chat_template(path: Path) -> bool:

@@ -13,10 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tlt.files import errors_as, read_json
-from tlt.models.model_folder import ModelError
-
-_SINGLE = "model.safetensors"
+from tlt.models.model_folder import ModelError, weight_paths
 
 
 def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
@@ -34,18 +31,11 @@ def read_safetensors(folder: str | Path) -> dict[str, Tensor]:
 def weight_files(folder: str | Path) -> list[Path]:
     """Return the safetensors files of a checkpoint folder. Raises ModelError if one is missing or its header is
     damaged."""
-    path = Path(folder)
-    index = path / "model.safetensors.index.json"
-    sharded = index.is_file() and not (path / _SINGLE).is_file()
-    names = _shards(index) if sharded else [_SINGLE]
-    for name in names:
-        if Path(name).name != name or not (path / name).is_file():
-            raise ModelError(
-                f"{path} has no weights file {name}: tlt reads safetensors only (save the model with save_pretrained)"
-            )
-        with _opened(path / name):
+    files = weight_paths(folder)
+    for file in files:
+        with _opened(file):
             pass
-    return [path / name for name in names]
+    return files
 
 
 def num_weights(folder: str | Path) -> int:
@@ -64,11 +54,6 @@ def _opened(file: Path) -> Iterator[Any]:
             yield shard
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{file} cannot be read ({error}): if it is damaged, fetch or save it again") from None
-
-
-def _shards(index: Path) -> list[str]:
-    with errors_as(ModelError, f"{index} is not an index of safetensors files", "fetch or save it again"):
-        return sorted({Path(name).as_posix() for name in read_json(index)["weight_map"].values()})
 
 
 _OF_A_MODEL = {".safetensors", ".json", ".jinja", ".txt", ".model"}

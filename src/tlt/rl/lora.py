@@ -218,12 +218,7 @@ def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
         raise ModelError(f"adapter_config.json in {adapters} does not name the base model: set base_model_name_or_path")
     if not Path(str(base), "config.json").is_file():
         raise ModelError(f"{adapters} has adapters of the model in {base}, which is missing: restore it")
-    state = adapters.parent / "state.json"  # holds a digest of the base model's files
-    trained_on = read_json(state).get("model") if state.is_file() else None
-    if trained_on and trained_on != folder_sha256(str(base)):
-        raise ModelError(
-            f"the files in {base} are not those that the adapters in {adapters} were trained on: restore them"
-        )
+    refuse_other_base(adapters, base)
     model = load_model(str(base), torch.float32, torch.device("cpu"))
     if tied := is_tied(model):
         _set_head(model, model.get_input_embeddings().weight.clone(), tied=False)
@@ -246,6 +241,17 @@ def whole_model(adapters: Path, dtype: torch.dtype) -> Any:
     if tied and torch.equal(embedding, model.get_output_embeddings().weight):
         _set_head(model, embedding, tied=True)
     return model.to(dtype)
+
+
+def refuse_other_base(adapters: Path, base: str | Path) -> None:
+    """Raise ModelError if the files in the folder `base` differ from those of the model that the adapters of a
+    checkpoint were trained on."""
+    state = adapters.parent / "state.json"  # holds a digest of the base model's files
+    trained_on = read_json(state).get("model") if state.is_file() else None
+    if trained_on and trained_on != folder_sha256(base):
+        raise ModelError(
+            f"the files in {base} are not those that the adapters in {adapters} were trained on: restore them"
+        )
 
 
 def _load_adapters(model: Any, file: Path) -> tuple[list[str], list[str]]:

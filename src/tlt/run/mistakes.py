@@ -15,7 +15,14 @@ from tlt.data.prompts import first_prompts, held_out_data, task_dataset
 from tlt.data.tables import NO_TEMPLATE, DataError, files_of
 from tlt.draft.drafter_folder import DrafterError, drafter_config, refuse_other_target
 from tlt.files import refuse_to_overwrite
-from tlt.models.model_folder import ModelError, has_chat_template, model_folder, raw_config, refuse_no_tokenizer
+from tlt.models.model_folder import (
+    ModelError,
+    has_chat_template,
+    model_folder,
+    raw_config,
+    refuse_no_tokenizer,
+    weight_paths,
+)
 from tlt.rewards import refuse_unanswered
 from tlt.rewards.scores import refuse_missing_functions
 from tlt.store.checkpoint import is_of_run, policy_in
@@ -25,8 +32,8 @@ _WORKER_BYTES = 256 * 2**20  # memory of a worker's process with torch, but with
 
 
 def refuse_mistakes(config: Config) -> None:
-    """Raise a ValueError of one sentence for a mistake in the recipe: a model, drafter or data file that does not
-    exist, a missing column or right answer, a missing reward or environment, a missing chat template, or responses
+    """Raise a ValueError of one sentence for a mistake in the recipe: a model, drafter, weights or data file that does
+    not exist, a missing column or right answer, a missing reward or environment, a missing chat template, or responses
     longer than the model's context. Names on the hub are not checked."""
     _refuse_workers(config.cluster)
     _refuse_wrong_folders(config.model, config.speculation)
@@ -82,6 +89,7 @@ def _refuse_wrong_folders(model: ModelConfig, speculation: SpeculationConfig) ->
         if not is_on_hub(model.path):
             raw_config(model.path)
             refuse_no_tokenizer(Path(model.path))
+            weight_paths(model.path)  # raises if a file is missing
     with named("speculation.path"):
         if speculation.path:
             drafter = drafter_config(speculation.path)["tlt_drafter"]
