@@ -97,6 +97,21 @@ def test_a_pool_does_not_wait_for_a_call_when_it_is_closed() -> None:
     assert set(multiprocessing.active_children()) <= set(others)
 
 
+def test_a_process_works_as_soon_as_it_has_taken_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool that is closed just then kills the process."""
+    found, take = list[bool](), ScorePool._take
+
+    def taken(pool: ScorePool, server: Any) -> Any:
+        entries = take(pool, server)
+        found.append(server.works)
+        return entries
+
+    monkeypatch.setattr(ScorePool, "_take", taken)
+    with pool_of(lambda: Stand(0.0)) as pool:
+        score_many(pool, 1)
+    assert found == [True, False]
+
+
 class Stand:
     """Stand-in for a process. It answers after `seconds`."""
 

@@ -131,7 +131,6 @@ class ScorePool:
 
     def _work(self, server: _Server) -> None:
         while taken := self._take(server):
-            server.works = True
             try:
                 verdicts = server.scorer.score_all([(one.prompt, one.asked) for one in taken])
             except BaseException as error:  # the process has ended and cannot be started again
@@ -155,6 +154,7 @@ class ScorePool:
             for place in reversed(places):
                 del self._queue[place]
             self._homes |= {one.key: server for one in taken if one.key is not None}
+            server.works = True  # with the lock, because `close` kills only processes that work on a call
             return taken
 
     def _places(self, server: _Server) -> list[int]:
