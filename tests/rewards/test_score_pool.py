@@ -109,7 +109,7 @@ def test_a_process_works_as_soon_as_it_has_taken_an_entry(monkeypatch: pytest.Mo
     monkeypatch.setattr(ScorePool, "_take", taken)
     with pool_of(lambda: Stand(0.0)) as pool:
         score_many(pool, 1)
-    assert found == [True, False]
+    assert sum(found) == 1, "others have found no entry, because the pool is closed"
 
 
 class Stand:
