@@ -109,6 +109,15 @@ def test_free_slots_get_the_unfinished_coming_requests_once_in_each_rollout() ->
         assert [ahead.for_free_slots(), ahead.for_free_slots()] == [left, None]
 
 
+def test_only_a_worker_that_is_alone_gets_coming_requests_for_free_slots(tmp_path: Path) -> None:
+    """Others decode them while they are idle."""
+    idle = watched_coordinator(tmp_path)[0].idle
+    idle.ahead.begin(iter([requests(10, 11)]))
+    assert idle.for_free_slots() == ()
+    idle.supervisor.capacity.leave_out(1, "it was lost")
+    assert idle.for_free_slots() == requests(10, 11)
+
+
 def test_look_ahead_drafts_are_dropped_after_use() -> None:
     ahead = looking(known(0, 5), known(10, 7))
     ahead.end(RolloutStats(), responses(0, 0, 1), 0)
@@ -374,8 +383,8 @@ def test_one_slow_slice_is_no_judgement_on_the_next_second() -> None:
     assert found.rests
 
 
-def idle_work(folder: Path, **cluster: Any) -> tuple[IdleWork, list[str]]:
-    """Return the idle work of two workers, and the kinds that it has started. Worker 1 looks ahead."""
+def idle_work(folder: Path, method: str = "look_ahead", **cluster: Any) -> tuple[IdleWork, list[str]]:
+    """Return the idle work of two workers, and the kinds that it has started. Worker 1 runs a call of `method`."""
     config = tiny_config(folder, cluster={"workers": 2, **cluster})
     idle, started = Coordinator(Supervisor(TestPool(2, lambda index: None)), config).idle, list[str]()
 
@@ -385,7 +394,7 @@ def idle_work(folder: Path, **cluster: Any) -> tuple[IdleWork, list[str]]:
 
     for name in ("train", "decode_ahead"):
         setattr(idle, name, partial(start, name, name == "decode_ahead"))
-    idle.supervisor.call(1, "look_ahead")
+    idle.supervisor.call(1, method)
     return idle, started
 
 
@@ -394,8 +403,9 @@ def decode(idle: IdleWork, waited: float) -> None:
         idle.handle(Done(0, "decode", Slice([], RolloutStats(), {}, {}, seconds=SLICE, waited=waited)))
 
 
-def test_idle_work_rests_while_it_takes_cores(tmp_path: Path) -> None:
-    idle, started = idle_work(tmp_path)
+@pytest.mark.parametrize("method", ["look_ahead", "train_drafter", "evaluate_drafter"])
+def test_idle_work_rests_while_it_takes_cores(method: str, tmp_path: Path) -> None:
+    idle, started = idle_work(tmp_path, method)
     decode(idle, waited=0.0)
     idle.start(1)
     assert started == ["train", "decode_ahead"]

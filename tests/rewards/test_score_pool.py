@@ -207,6 +207,41 @@ def test_the_work_of_a_lost_process_goes_to_the_others() -> None:
     assert started.is_set()
 
 
+def test_a_process_that_cannot_be_added_is_started_again_and_fails_no_call() -> None:
+    """The second start fails. The first process continues, and the third start succeeds."""
+    starts, added = count(1), threading.Event()
+
+    def start() -> Any:
+        if (number := next(starts)) == 2:
+            raise RewardError("reward x cannot start")
+        if number == 3:
+            added.set()
+        return Stand(0.5)
+
+    with pool_of(start) as pool:
+        score_many(pool, 4)
+    assert added.is_set()
+
+
+def test_calls_of_a_lost_process_wait_for_one_that_is_starting() -> None:
+    starts, starting = count(1), threading.Event()
+
+    class First(Stand):
+        def score_all(self, asked: Any) -> list[Verdict]:
+            starting.wait(60)
+            raise RewardError("reward x cannot start")
+
+    def start() -> Any:
+        if next(starts) == 1:
+            return First(0.0)
+        starting.set()
+        time.sleep(0.5)
+        return Stand(0.0)
+
+    with pool_of(start) as pool:
+        score_many(pool, 2)
+
+
 def test_a_process_that_starts_while_the_pool_is_closed_ends() -> None:
     late = Stand(0.0)
     with pool_of(lambda: Stand(0.0)) as pool:
