@@ -113,6 +113,7 @@ GENERATE = "generate MODEL --model.dtype=float64"
         ("train nowhere.toml", "there is no recipe at nowhere.toml"),
         ("verify RECIPE --steps=0", "--steps"),
         *((f"draft train RECIPE --out nowhere --seconds={seconds}", "--seconds") for seconds in ("nan", "inf")),
+        ("draft train RECIPE --seconds 0", "--seconds 0 evaluates a drafter: give --speculation.path FOLDER"),
         ("generate nowhere --prompt a", "nowhere"),
         (GENERATE, "no prompt given: use --prompt TEXT or --data FILE"),
         (f"{GENERATE} --prompt a --bogus", "--bogus"),

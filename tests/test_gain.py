@@ -100,11 +100,14 @@ def test_few_pairs_and_the_start_up_are_no_gain() -> None:
     assert gain_of([{"step": 1, "seconds": {"rollout": 1.0}, "rollout": {}}]) is None, "it was not compared"
 
 
-def test_busy_cores_make_the_times_worthless() -> None:
+def test_busy_cores_make_the_times_worthless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     gain = found(lines(1.5, 1.6, 1.7, waited=0.5))
     assert (gain.times, gain.is_trusted) == (None, False)
     assert "waited 33% of their time for a free core" in verdict(gain)
-    assert "OMP_NUM_THREADS=1, or use fewer workers" in verdict(gain)
+    assert "end other programs, set OMP_NUM_THREADS=1, or use fewer workers" in verdict(gain)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert "end other programs or use fewer workers" in verdict(found(lines(1.5, 1.6, 1.7, waited=0.5)))
     assert found(lines(1.5, 1.6, 1.7, waited=0.1)).times == 1.6
     uncounted = [each | {"energy": {}} for each in lines(1.5, 1.6, 1.7)]
     assert found(uncounted).times == 1.6, "not all systems count it"
@@ -118,7 +121,8 @@ def test_other_work_during_one_of_the_two_rollouts_makes_the_times_worthless(pha
     assert not found(given).is_trusted
 
 
-def test_a_run_warns_once_of_busy_cores(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_warns_once_of_busy_cores(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     caplog.set_level(logging.WARNING)
     busy = BusyWarning()
     for waited in (0.5, 3.0, 4.0):

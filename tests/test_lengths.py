@@ -27,7 +27,7 @@ def episodes(*rewards: float) -> list[Response]:
     reasons = ["stop", "turns", "length", "reply"]
     responses = []
     for index, (length, ended, reason) in enumerate(zip(WHOLE, replies, reasons, strict=True)):
-        request = Request(PROMPT, index, 0, index, SamplingParams(max_new_tokens=12))
+        request = Request(PROMPT, index, 0, index, SamplingParams(max_new_tokens=12, continues=True))
         logprobs = [-1.0] * length
         responses.append(Response(request, [7] * length, logprobs, logprobs, reason, "text", replies=ended))
     for response, reward in zip(responses, rewards, strict=False):
@@ -74,3 +74,4 @@ def test_what_is_recorded_and_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     assert [record(response)["length"] for response in responses] == WRITTEN
     warn_if_alike([Group(PROMPT, responses[1:])])
     assert "all 3 rewards of the first step are 0" in caplog.text
+    assert caplog.messages[-1].endswith("the response …'text' ended by 'turns'"), "an environment reads no answer"

@@ -154,6 +154,8 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
         refuse_to_overwrite(arguments.out)
     else:  # for a learned drafter
         config = load_config(arguments.recipe, ["--speculation.drafter", "adaptive", *overrides])
+        if config.speculation.path is None:
+            raise ConfigError("--seconds 0 evaluates a drafter: give --speculation.path FOLDER")
     config = _checked(config)
     with loading():
         from tlt.commands.draft import eval_drafter, train_drafter
@@ -161,7 +163,7 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
     if arguments.seconds:
         train_drafter(config, arguments.out, arguments.tokens, arguments.seconds)
     else:
-        eval_drafter(config)
+        eval_drafter(config, str(config.speculation.path))
     return 0
 
 

@@ -6,6 +6,7 @@ the last lines of a run and report.html use the same verdict."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from math import comb
 from statistics import median
@@ -20,7 +21,6 @@ _CONFIDENCE = 0.95
 _LEAST = 1.005  # smaller gains are shown as 1.00
 _NOTABLE = 1.0  # seconds of waiting in a step from which the run warns
 _log = logging.getLogger(__name__)
-_REMEDY = "end other programs, set OMP_NUM_THREADS=1, or use fewer workers"
 _LITTLE = 1.05  # gain over plain decoding below which `NO_GAIN` is shown
 NO_GAIN = (
     "speculation gained little or nothing, because few draft tokens were accepted for the time they took. A drafter "
@@ -66,7 +66,7 @@ def gain_of(lines: Sequence[Mapping[str, Any]]) -> Gain | None:
     is_trusted = waiting < _BUSY
     fault = ""
     if not is_trusted:
-        fault = f"{_cores_were_busy(waiting)}: {_REMEDY}, and measure again"
+        fault = f"{_cores_were_busy(waiting)}: {_remedy()}, and measure again"
     elif not passes:
         fault = NO_DRAFT
     elif len(found) < FEWEST or found[0]["step"] == 1:
@@ -107,6 +107,12 @@ def _waiting_share(used: Sequence[Mapping[str, Any]]) -> float:
     return waited / (waited + computed) if waited else 0.0
 
 
+def _remedy() -> str:
+    """Return the remedy for busy cores. OMP_NUM_THREADS=1 is left out if it is set already."""
+    fewer = "" if os.environ.get("OMP_NUM_THREADS") == "1" else ", set OMP_NUM_THREADS=1,"
+    return f"end other programs{fewer} or use fewer workers"
+
+
 def _cores_were_busy(waiting: float) -> str:
     return f"the run's threads waited {waiting:.0%} of their time for a free core, because other work used the cores"
 
@@ -122,7 +128,7 @@ class BusyWarning:
         waiting = _waiting_share([energy])
         if waiting >= _BUSY and energy["cpu_wait_seconds"] >= _NOTABLE and not self._is_given:
             self._is_given = True
-            _log.warning("in step %d %s: %s", step, _cores_were_busy(waiting), _REMEDY)
+            _log.warning("in step %d %s: %s", step, _cores_were_busy(waiting), _remedy())
 
 
 def verdict(gain: Gain) -> str:

@@ -75,7 +75,8 @@ def test_a_single_step_claims_nothing() -> None:
     assert lines[5] == "600 steps would take 1:00:30; evaluations and saves come on top"
 
 
-def test_busy_cores_leave_no_number() -> None:
+def test_busy_cores_leave_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     used = {"cpu_seconds": 1.0, "cpu_wait_seconds": 1.0}
     lines = [line(step, energy={"phases": {"compare": used, "rollout": used}}) for step in range(4)]
     header, warning = said(lines)

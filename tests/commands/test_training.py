@@ -76,7 +76,7 @@ def test_all_prompts_of_another_file_are_evaluated_but_those_that_trained(home: 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["NOWHERE"], "there is no checkpoint in NOWHERE/checkpoints"),
+        (["NOWHERE"], "there is no checkpoint in NOWHERE/checkpoints: give the folder of a run that has one\n"),
         (["HOME/run", "--data", "none.jsonl"], "eval.path: there is no file none.jsonl"),
         (["HOME/open"], "open has no held-out prompts: give --data FILE"),
         (["HOME/run", "--eval.sample", "2"], "unknown key eval.sample: did you mean eval.samples?"),
@@ -107,6 +107,7 @@ def test_a_good_recipe_is_shown_and_nothing_is_written(place: Path, capsys: pyte
     assert checked(place) == 0
     said = capsys.readouterr().out
     assert "the first prompt, as the model sees it:\ntwo and two\n" in said
+    assert "reward of a made-up response with this answer: " in said
     assert "all checks passed: this recipe can train for" in said
     assert sorted(place.rglob("*")) == before
 
@@ -127,6 +128,14 @@ def test_a_fault_is_found(place: Path, words: list[str], said: str, capsys: pyte
     assert checked(place, *words) == 2
     assert said in capsys.readouterr().err
     assert not (place / "run").exists()
+
+
+def test_a_reward_that_fails_is_found(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (place / "own_failing.py").write_text("def close(prompt, answer):\n    return float(prompt.data['anser'])\n")
+    assert checked(place, "--reward.name=own_failing:close", f"--reward.folder={place}") == 2
+    shown = capfd.readouterr()
+    assert "has no reward (error, see above): correct the reward function" in shown.err
+    assert "KeyError: 'anser'" in shown.out + shown.err
 
 
 def test_too_little_memory_is_found(

@@ -279,12 +279,10 @@ def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: f
     }
 
 
-def eval_drafter(config: Config) -> None:
-    """Evaluate the drafter in speculation.path on held-out prompts."""
-    if config.speculation.path is None:
-        raise ConfigError("--seconds 0 evaluates a drafter: give --speculation.path FOLDER")
+def eval_drafter(config: Config, drafter: str) -> None:
+    """Evaluate the drafter in the folder `drafter` on held-out prompts."""
     bench = Workbench.of(from_hub(config))
-    _print(judge(bench, load_drafter(config.speculation.path, bench.target.options), _ALONE))
+    _print(judge(bench, load_drafter(drafter, bench.target.options), _ALONE))
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -147,12 +147,19 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
         words += word.split("=", 1) if word.startswith("--") and "=" in word else [word]
     if len(words) % 2:
         empty = (flag for flag, value in zip(words[::2], words[1::2], strict=False) if value.startswith("--"))
-        raise ConfigError(f"{next(empty, words[-1])} has no value: give it as --section.key value")
+        flag = next(empty, words[-1])
+        if "." in flag or not flag.startswith("--"):
+            raise ConfigError(f"{flag} has no value: give it as --section.key value")
+        words = [flag, ""]  # refused below
     pairs = list(zip(words[::2], words[1::2], strict=True))
     for flag, _ in pairs:
         if not flag.startswith("--") or "." not in flag:
             meant = " or ".join(f"--{key}" for key in _fields_like(flag.lstrip("-").replace("-", "_")))
-            hint = f"did you mean {meant}?" if meant else "write overrides as --section.key value"
+            hint = (
+                f"did you mean {meant}?"
+                if meant
+                else "--help shows the options, and a field is given as --section.key value"
+            )
             raise ConfigError(f"unknown option {flag}: {hint}")
     return [(flag[2:], value) for flag, value in pairs]
 

@@ -53,5 +53,5 @@ def _report(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ValueError(f"unknown option {overrides[0]}: see tlt report --help")
     out = write_report(arguments.run, arguments.out)
-    print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB, open it in a browser")
+    print(f"{out}: {out.stat().st_size / 2**10:,.0f} KiB, open it in a browser")
     return 0

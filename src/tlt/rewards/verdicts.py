@@ -130,16 +130,18 @@ class Unrewarded:
 
 
 def warn_if_alike(groups: Sequence[Group]) -> None:
-    """Log a warning with a response, its answer and the right answer if all rewards of a step are equal. The longest
-    response that was not truncated is shown, because a truncated response may score 0 for that reason."""
+    """Log a warning with a response if all rewards of a step are equal: with its answer and the right answer, or with
+    the finish reason of an episode. The longest response that was not truncated is shown, because a truncated response
+    may score 0 for that reason."""
     rewarded = [response for group in groups for response in group.responses if response.reward is not None]
     if len(rewarded) > 1 and len({response.reward for response in rewarded}) == 1:
         shown = max(rewarded, key=lambda response: (not response.is_truncated, response.num_sampled))
+        answer = f" has the answer {shown.answer[-_SHOWN:]!r}, and the data {shown.request.prompt.ground_truth!r}"
+        if shown.request.sampling.continues:  # the environment of an episode reads no answer
+            answer = f" ended by {shown.finish_reason!r}"
         log.warning(
-            "all %d rewards of the first step are %g, so the policy learns nothing; the response …%r has the answer "
-            "%r, and the data %r",
-            *(len(rewarded), shown.reward, shown.text[-_SHOWN:], shown.answer[-_SHOWN:]),
-            shown.request.prompt.ground_truth,
+            "all %d rewards of the first step are %g, so the policy learns nothing; the response …%r%s",
+            *(len(rewarded), shown.reward, shown.text[-_SHOWN:], answer),
         )
 
 

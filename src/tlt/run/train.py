@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,8 @@ from tlt.data.tokenizer import load_tokenizer, write_files
 from tlt.loop import Rollout, StepResult, Watcher, call_each, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.report import write_report_or_warn
-from tlt.rewards import Reward
+from tlt.rewards import Reward, RewardError, make_reward
+from tlt.rewards.answers import is_blank, right_answers
 from tlt.rl.groups import to_plain
 from tlt.run.about import model_card
 from tlt.run.display import Display
@@ -56,10 +58,31 @@ def check(config: Config, display: Display) -> None:
     """Make all checks of a new run and log what it would do. Train nothing. Raises the errors of `train`."""
     with opened(config, False, display) as run:
         prompt, config = run.parts.prompts[0], run.config
-        shown = load_tokenizer(config.model.path).decode(prompt.token_ids)
+        tokenizer = load_tokenizer(config.model.path)
+        shown = tokenizer.decode(prompt.token_ids)
         display.note(f"the first prompt, as the model sees it:\n{shown}")
         display.note(f"its right answer: {prompt.ground_truth}")
+        if config.reward.all_terms:
+            with closing(make_reward(config, run.parts.prompts)) as scored:  # without reward.log
+                reward = _trial_reward(scored, prompt, config, tokenizer)
+            display.note(f"reward of a made-up response with this answer: {reward:g}")
         display.note(f"all checks passed: this recipe can train for {counted(config.train.steps, 'step')}")
+
+
+def _trial_reward(reward: Reward, prompt: Prompt, config: Config, tokenizer: Any) -> float:
+    """Return the reward of a made-up response, which contains the right answer of the prompt if there is one. Raises
+    RewardError if the reward cannot be computed."""
+    gold = right_answers(prompt)[:1]
+    answer = "" if not gold or is_blank(gold[0]) else str(gold[0])
+    written = f"{config.reward.answer_marker} {answer}{config.reward.answer_end}".strip()
+    text, tokens = prompt.prefill + written, list(tokenizer.encode(written, add_special_tokens=False))
+    response = Response(Request(prompt, 0, 0, 0, SamplingParams()), tokens, [], [], "stop", text)
+    reward([response])
+    if response.reward is None:
+        raise RewardError(
+            f"a made-up response {text!r} has no reward ({response.outcome}, see above): correct the reward function"
+        )
+    return response.reward
 
 
 def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:

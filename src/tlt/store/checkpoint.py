@@ -97,8 +97,7 @@ def latest(root: Path) -> Checkpoint:
     if damaged:
         remedy = "train without --resume, in another run.folder or with --run.overwrite true"
         raise CheckpointError(f"there is no complete checkpoint in {root}; damaged: {', '.join(damaged)}: {remedy}")
-    remedy = "give the folder of a run that has one, or start a run without --resume"
-    raise CheckpointError(f"there is no checkpoint in {root}: {remedy}")
+    raise CheckpointError(f"there is no checkpoint in {root}: give the folder of a run that has one")
 
 
 def policy_in(folder: str | Path) -> Path:
