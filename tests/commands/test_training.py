@@ -130,12 +130,13 @@ def test_a_fault_is_found(place: Path, words: list[str], said: str, capsys: pyte
     assert not (place / "run").exists()
 
 
-def test_a_reward_that_fails_is_found(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_reward_that_fails_is_found(
+    place: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     (place / "own_failing.py").write_text("def close(prompt, answer):\n    return float(prompt.data['anser'])\n")
     assert checked(place, "--reward.name=own_failing:close", f"--reward.folder={place}") == 2
-    shown = capfd.readouterr()
-    assert "has no reward (error, see above): correct the reward function" in shown.err
-    assert "KeyError: 'anser'" in shown.out + shown.err
+    assert "has no reward (error, see above): correct the reward function" in capsys.readouterr().err
+    assert "KeyError: 'anser'" in caplog.text
 
 
 def test_too_little_memory_is_found(
