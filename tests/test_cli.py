@@ -113,7 +113,6 @@ GENERATE = "generate MODEL --model.dtype=float64"
         ("train nowhere.toml", "there is no recipe at nowhere.toml"),
         ("verify RECIPE --steps=0", "--steps"),
         *((f"draft train RECIPE --out nowhere --seconds={seconds}", "--seconds") for seconds in ("nan", "inf")),
-        ("draft train RECIPE --seconds 0", "--seconds 0 evaluates a drafter: give --speculation.path FOLDER"),
         ("generate nowhere --prompt a", "nowhere"),
         (GENERATE, "no prompt given: use --prompt TEXT or --data FILE"),
         (f"{GENERATE} --prompt a --bogus", "--bogus"),
@@ -138,6 +137,14 @@ def test_a_bad_option_gets_one_sentence(
 ) -> None:
     places = {"RECIPE": recipe, "MODEL": str(home / "model")}
     assert says in refusal(capsys, *(places.get(word, word) for word in command.split(" ")))
+
+
+def test_an_evaluation_without_a_drafter_is_refused_before_torch_is_imported(
+    capsys: pytest.CaptureFixture[str], recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("tlt.cli.loading")
+    said = refusal(capsys, "draft", "train", recipe, "--seconds", "0")
+    assert "--seconds 0 evaluates a drafter: give --speculation.path FOLDER" in said
 
 
 @pytest.mark.parametrize(

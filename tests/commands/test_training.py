@@ -136,7 +136,8 @@ def test_a_reward_that_fails_is_found(
     (place / "own_failing.py").write_text("def close(prompt, answer):\n    return float(prompt.data['anser'])\n")
     assert checked(place, "--reward.name=own_failing:close", f"--reward.folder={place}") == 2
     assert "has no reward (error, see above): correct the reward function" in capsys.readouterr().err
-    assert "KeyError: 'anser'" in caplog.text
+    assert "own_failing.py:2: KeyError: 'anser'" in caplog.text
+    assert not (place / "run").exists()
 
 
 def test_too_little_memory_is_found(
