@@ -165,7 +165,10 @@ def test_the_last_override_wins_and_an_empty_one_removes_an_optional_field(recip
         (["train.steps", "3"], "unknown option train.steps: did you mean --train.steps?"),
         (["--learning_rate", "3"], "did you mean --train.learning_rate or --speculation.training.learning_rate?"),
         (["--seed", "3"], "unknown option --seed: did you mean --run.seed?"),
-        (["--no-such-option", "3"], "unknown option --no-such-option: --help shows the options, and a field is given"),
+        (
+            ["--no-such-option", "3"],
+            "unknown option --no-such-option: --help shows the options, and a field is --",
+        ),
         (["--chek"], "unknown option --chek: --help shows the options"),
         (["--chek", "--train.steps", "3"], "unknown option --chek: --help shows the options"),
         (["--stpes"], "unknown option --stpes: did you mean --train.steps?"),

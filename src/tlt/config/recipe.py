@@ -145,23 +145,23 @@ def _pairs(overrides: Sequence[str]) -> list[tuple[str, str]]:
     words: list[str] = []
     for word in overrides:
         words += word.split("=", 1) if word.startswith("--") and "=" in word else [word]
+    pairs = list(zip(words[::2], words[1::2], strict=False))
     if len(words) % 2:
-        empty = (flag for flag, value in zip(words[::2], words[1::2], strict=False) if value.startswith("--"))
-        flag = next(empty, words[-1])
-        if "." in flag or not flag.startswith("--"):
-            raise ConfigError(f"{flag} has no value: give it as --section.key value")
-        words = [flag, ""]  # refused below
-    pairs = list(zip(words[::2], words[1::2], strict=True))
+        flag = next((flag for flag, value in pairs if value.startswith("--")), words[-1])
+        _refuse_no_field(flag)
+        raise ConfigError(f"{flag} has no value: give it as --section.key value")
     for flag, _ in pairs:
-        if not flag.startswith("--") or "." not in flag:
-            meant = " or ".join(f"--{key}" for key in _fields_like(flag.lstrip("-").replace("-", "_")))
-            hint = (
-                f"did you mean {meant}?"
-                if meant
-                else "--help shows the options, and a field is given as --section.key value"
-            )
-            raise ConfigError(f"unknown option {flag}: {hint}")
+        _refuse_no_field(flag)
     return [(flag[2:], value) for flag, value in pairs]
+
+
+def _refuse_no_field(flag: str) -> None:
+    """Raise ConfigError if an option is not of the form --section.key."""
+    if flag.startswith("--") and "." in flag:
+        return
+    meant = " or ".join(f"--{key}" for key in _fields_like(flag.lstrip("-").replace("-", "_")))
+    hint = f"did you mean {meant}?" if meant else "--help shows the options, and a field is --section.key value"
+    raise ConfigError(f"unknown option {flag}: {hint}")
 
 
 def _assign(tree: dict[str, Any], dotted: str, text: str) -> None:
