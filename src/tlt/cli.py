@@ -163,7 +163,7 @@ def _draft_train(arguments: argparse.Namespace, overrides: Sequence[str]) -> int
     if arguments.seconds:
         train_drafter(config, arguments.out, arguments.tokens, arguments.seconds)
     else:
-        eval_drafter(config, str(config.speculation.path))
+        eval_drafter(config)
     return 0
 
 

@@ -279,10 +279,11 @@ def evaluate(bench: Workbench, layer: EagleLayer, strategy: Strategy, seconds: f
     }
 
 
-def eval_drafter(config: Config, drafter: str) -> None:
-    """Evaluate the drafter in the folder `drafter` on held-out prompts."""
+def eval_drafter(config: Config) -> None:
+    """Evaluate the drafter in speculation.path, which must be set, on held-out prompts."""
+    assert config.speculation.path
     bench = Workbench.of(from_hub(config))
-    _print(judge(bench, load_drafter(drafter, bench.target.options), _ALONE))
+    _print(judge(bench, load_drafter(config.speculation.path, bench.target.options), _ALONE))
 
 
 def _print(result: dict[str, Any]) -> None:

@@ -63,7 +63,7 @@ def check(config: Config, display: Display) -> None:
         display.note(f"the first prompt, as the model sees it:\n{shown}")
         display.note(f"its right answer: {prompt.ground_truth}")
         if config.reward.all_terms:
-            with closing(make_reward(config, run.parts.prompts)) as scored:  # without reward.log
+            with closing(make_reward(config, run.parts.prompts)) as scored:  # it writes no reward.log
                 reward = _trial_reward(scored, prompt, config, tokenizer)
             display.note(f"reward of a made-up response with this answer: {reward:g}")
         display.note(f"all checks passed: this recipe can train for {counted(config.train.steps, 'step')}")
