@@ -6,6 +6,8 @@ from transformers import AutoTokenizer
 
 import tlt
 
+if not sys.argv[1:]:
+    sys.exit(__doc__)
 folder = sys.argv[1]  # a Hugging Face checkpoint: Llama, Mistral, Qwen2 or Qwen3
 tokenizer = AutoTokenizer.from_pretrained(folder)
 engine = tlt.load_engine(folder, speculation={"drafter": "suffix"})

@@ -6,6 +6,8 @@ from transformers import AutoTokenizer
 
 import tlt
 
+if not sys.argv[1:]:
+    sys.exit(__doc__)
 config = tlt.load_config(sys.argv[1])
 policy, engine = tlt.make_policy(config), tlt.load_engine(config.model, config.speculation, config.engine)
 tokenizer = AutoTokenizer.from_pretrained(config.model.path)

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import tlt
 
+if not sys.argv[2:]:
+    sys.exit(__doc__)
 recipe, out = sys.argv[1], Path(sys.argv[2])
 tokens, seconds = map(int, sys.argv[3:] or (200_000, 600))
 config = tlt.load_config(recipe)  # its [model], [data] and [rollout] say what is answered, and how

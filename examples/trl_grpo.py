@@ -11,6 +11,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from tlt.integrations.trl import Rollout
 
+if not sys.argv[1:]:
+    sys.exit(__doc__)
 folder, steps = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 20
 numbers = [(a, b) for a in range(2, 30) for b in range(2, 30)]
 questions = [{"prompt": f"What is {a} + {b}?\n", "answer": str(a + b)} for a, b in numbers]

@@ -107,6 +107,8 @@ class Agent:
 
 
 if __name__ == "__main__":
+    if not sys.argv[3:]:
+        sys.exit(__doc__)
     name, arguments, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
     for index, task in enumerate(load(name, arguments, size)[1]):
         messages = [message.model_dump(exclude_none=True) for message in opening(task)]

@@ -19,6 +19,7 @@ REPEATS = "each step repeats prompts (rollout.prompts_per_step = "
 NO_TEMPLATE = "the model's chat template is not used (data.chat = true uses it)"
 ONE_END = "a turn ends only at an end token of the model"
 NO_BALANCE = "no loss balances its experts (router_aux_loss_coef = 0.5 is not used)"
+UNTRAINED = "speculation: adaptive, a learned drafter that starts untrained"
 SHARED = "one worker with all cores may be faster"
 GAME = {"name": None, "environment": "tiny_environments:Echo", "turns": 2}
 VLLM = {
@@ -57,6 +58,9 @@ def test_notes_about_prompts(tmp_path: Path, note: str, sections: Any, template:
         (SHARED, {"cluster": {"workers": 2, "address": "auto"}}, False),
         ("adaptive with f, with vLLM", VLLM, True),
         ("not tested", {}, False),
+        *((UNTRAINED, {"cluster": {"workers": n}, "speculation": {"drafter": "adaptive"}}, n == 2) for n in (1, 2)),
+        (UNTRAINED, {"cluster": {"workers": 2}, "speculation": {"drafter": "adaptive", "path": "f"}}, False),
+        (UNTRAINED, {"cluster": {"workers": 2}, "speculation": {"drafter": "suffix"}}, False),
     ],
 )
 def test_notes_about_the_model(tmp_path: Path, note: str, sections: Any, is_said: bool) -> None:

@@ -80,10 +80,9 @@ def open_engine(
 def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | None:
     """Return the learned drafter with which the run begins, or None if the run trains no drafter. The drafter is loaded
     from `speculation.path`. Without a path its weights are random, and the same on all workers."""
-    speculation = config.speculation
-    trains = speculation.training.idle if config.cluster.workers > 1 else speculation.training.extra > 0
-    if not may_be_learned(speculation.drafter) or not trains:
+    if not trains_drafter(config):
         return None
+    speculation = config.speculation
     if speculation.path:
         return load_drafter(speculation.path, target)
     with torch.random.fork_rng(devices=[]):
@@ -91,6 +90,14 @@ def starting_drafter(config: Config, target: DecoderOptions) -> EagleLayer | Non
         layer = EagleLayer(eagle_options(target, speculation.kind, speculation.window))
     layer.acceptance_rate = 0.0  # so the tuner need not measure that the drafts of a random drafter are rejected
     return layer
+
+
+def trains_drafter(config: Config) -> bool:
+    """Return whether the run trains a learned drafter."""
+    training = config.speculation.training
+    return may_be_learned(config.speculation.drafter) and (
+        training.idle if config.cluster.workers > 1 else training.extra > 0
+    )
 
 
 def steps_ahead(config: SpeculationConfig) -> int:

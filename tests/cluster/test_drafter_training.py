@@ -39,10 +39,11 @@ SHORT, LONG = (3, 40, 8), (4, 40, 8)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
 
 
-@pytest.fixture(autouse=True)
-def _no_crowding(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _no_crowding() -> Iterator[None]:
     """Train also if other programs of this machine take cores."""
-    monkeypatch.setattr("tlt.cluster.idle._CROWDED", math.inf)
+    with patch("tlt.cluster.idle._CROWDED", math.inf):
+        yield
 
 
 def config_of(home: Path, drafter: str, size: tuple[int, int, int] = SHORT, **training: Any) -> Config:

@@ -155,3 +155,27 @@ def test_a_cache_too_small_for_the_longest_response_is_found(
     assert checked(place) == 2
     remedy = "raise engine.kv_memory_mb, or lower engine.max_rows or rollout.max_new_tokens"
     assert f"of the key-value cache, which has 40: {remedy}" in capsys.readouterr().err
+
+
+def test_an_environment_is_called_for_a_turn(
+    place: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (place / "own_environment.py").write_text(
+        "class Asks:\n"
+        "    def reset(self, prompt):\n        return 'go'\n"
+        "    def step(self, text):\n        return text[:3] + '!', False, 0.5\n"
+        "class Ends(Asks):\n"
+        "    def step(self, text):\n        return None, True, 0.5\n"
+        "class Fails(Asks):\n"
+        "    def step(self, text):\n        return text[0]['anser'], True, 0.5\n"
+    )
+    before = sorted(place.rglob("*"))
+    words = ["--reward.name=reasoning_gym", f"--reward.folder={place}", "--reward.environment=own_environment:"]
+    assert checked(place, *words[:-1], words[-1] + "Asks") == 0
+    assert "the environment's reply to a made-up turn with this answer:\n" in capsys.readouterr().out
+    assert checked(place, *words[:-1], words[-1] + "Ends") == 0
+    assert "reward of a made-up response with this answer: 0.5\n" in capsys.readouterr().out
+    assert checked(place, *words[:-1], words[-1] + "Fails") == 2
+    assert "has no reward (error, see above): correct the environment\n" in capsys.readouterr().err
+    assert "own_environment.py:11: TypeError" in caplog.text
+    assert sorted(place.rglob("*")) == before

@@ -17,10 +17,10 @@ from tlt.rewards.score_pool import ScorePool
 from tlt.spelling import Detokenizer
 
 
-def make_turns(config: Config, tokenizer: Any, log: Path) -> Turns:
+def make_turns(config: Config, tokenizer: Any, log: Path | None = None) -> Turns:
     """Return the object that continues responses after each turn: `Episodes` if the recipe has an environment, else
-    `Turns` itself. Output that environments print goes to the file `log`. Raises RewardError, or DataError if the
-    tokenizer's chat template cannot show a reply."""
+    `Turns` itself. Output that environments print goes to the file `log`, or to the terminal if `log` is None. Raises
+    RewardError, or DataError if the tokenizer's chat template cannot show a reply."""
     if not config.reward.environment:
         return Turns()
     encode = reply_encoder(tokenizer, config.data)

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from tlt import __version__
-from tlt.build import backend_of
+from tlt.build import backend_of, trains_drafter
 from tlt.config import Config
 from tlt.engine.memory import free_bytes
 from tlt.models.device import torch_device
@@ -49,6 +49,8 @@ def about_model(config: Config) -> str:
     untested = f" ({family.model_type} is not tested with tlt yet: each sync compares engine and policy)"
     new = "" if family.model_type in TRIED else untested
     speculation = f"speculation: {backend.about_speculation(config)}"
+    if trains_drafter(config) and not config.speculation.path:
+        speculation += ", a learned drafter that starts untrained (tlt draft train makes a trained one)"
     return f"model: {model}{new}, on {device}{many}; {speculation}{start}{_about_router(family)}"
 
 

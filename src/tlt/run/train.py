@@ -14,6 +14,7 @@ from typing import Any
 from tlt.config import Config
 from tlt.data.limits import eval_sampling
 from tlt.data.tokenizer import load_tokenizer, write_files
+from tlt.environments import Turns, make_turns
 from tlt.loop import Rollout, StepResult, Watcher, call_each, coming, one_step
 from tlt.metrics import peak_memory, summarize, timed, useful_share, write_json
 from tlt.report import write_report_or_warn
@@ -62,27 +63,33 @@ def check(config: Config, display: Display) -> None:
         shown = tokenizer.decode(prompt.token_ids)
         display.note(f"the first prompt, as the model sees it:\n{shown}")
         display.note(f"its right answer: {prompt.ground_truth}")
-        if config.reward.all_terms:
-            with closing(make_reward(config, run.parts.prompts)) as scored:  # it writes no reward.log
-                reward = _trial_reward(scored, prompt, config, tokenizer)
-            display.note(f"reward of a made-up response with this answer: {reward:g}")
+        # both of their own, as those of the run write reward.log
+        with closing(make_reward(config, run.parts.prompts)) as reward, closing(make_turns(config, tokenizer)) as turns:
+            display.note(_trial(reward, turns, Request(prompt, 0, 0, 0, run.parts.sampling), config, tokenizer))
         display.note(f"all checks passed: this recipe can train for {counted(config.train.steps, 'step')}")
 
 
-def _trial_reward(reward: Reward, prompt: Prompt, config: Config, tokenizer: Any) -> float:
-    """Return the reward of a made-up response, which contains the right answer of the prompt if there is one. Raises
-    RewardError if the reward cannot be computed."""
-    gold = right_answers(prompt)[:1]
+def _trial(reward: Reward, turns: Turns, request: Request, config: Config, tokenizer: Any) -> str:
+    """Return a sentence on the reward of a made-up response, or on the environment's reply to it. The response contains
+    the right answer of the prompt if there is one. Raises RewardError if the reward or the reply cannot be computed."""
+    gold = right_answers(request.prompt)[:1]
     answer = "" if not gold or is_blank(gold[0]) else str(gold[0])
     written = f"{config.reward.answer_marker} {answer}{config.reward.answer_end}".strip()
-    text, tokens = prompt.prefill + written, list(tokenizer.encode(written, add_special_tokens=False))
-    response = Response(Request(prompt, 0, 0, 0, SamplingParams()), tokens, [], [], "stop", text)
-    reward([response])
+    [row] = turns.begin([request])
+    row.tokens += [*tokenizer.encode(written, add_special_tokens=False), *request.sampling.stop_token_ids[:1]]
+    response = Response(request, row.tokens, [], [], "stop", request.prompt.prefill + written, replies=row.replies)
+    finished, going_on = turns.take([response])
+    while not finished and not going_on:
+        finished, going_on = turns.take([], 1.0)
+    if going_on:
+        return f"the environment's reply to a made-up turn with this answer:\n{going_on[0].replies[-1].text}"
+    reward(finished)
     if response.reward is None:
         raise RewardError(
-            f"a made-up response {text!r} has no reward ({response.outcome}, see above): correct the reward function"
+            f"a made-up response {response.text!r} has no reward ({response.outcome}, see above): correct the "
+            f"{'environment' if config.reward.environment else 'reward function'}"
         )
-    return response.reward
+    return f"reward of a made-up response with this answer: {response.reward:g}"
 
 
 def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
