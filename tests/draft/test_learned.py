@@ -184,7 +184,7 @@ EVENTS = {
 }
 
 
-@pytest.mark.parametrize(("event", "shape"), zip(EVENTS.values(), cycle(SHAPES)), ids=EVENTS)
+@pytest.mark.parametrize(("event", "shape"), list(zip(EVENTS.values(), cycle(SHAPES))), ids=EVENTS)
 def test_proposals_do_not_depend_on_earlier_events(model: Model, event: Event, shape: tuple[Kind, int]) -> None:
     tuner, layer = InTurn(event.turns), make_layer(model.decoder, *shape)
     life = Life(model, layer, tuner, event.max_rows, event.bound_tokens)

@@ -150,7 +150,7 @@ _TABLE: dict[tuple[str, str], list[tuple[str, str, int, str]]] = {
         ("pack", "never", 3, "Layers that call PyTorch's functions themselves are intercepted."),
     ],
     ("models.decoder", "models/test_decoder.py"): [
-        ("RMSNorm._unit", "operand", 3, "A norm's epsilon is added to a mean."),
+        ("RMSNorm._unit", "operand", 10, "A norm's epsilon is added to a mean."),
         ("rotary_table", "operand", 1, "Rotary embedding uses attention_scaling."),
         ("to_pairs", "unwrap", 5, "Rotary pairs are re-ordered from Hugging Face's halves."),
         ("Decoder.forward", "drop", 10, "Queries and keys are normed where the family does so."),
