@@ -11,6 +11,8 @@ import pytest
 from tiny import QUESTIONS, tiny_config, tiny_tree, train, write_recipe
 
 from tlt.cli import main
+from tlt.environments.episodes import Episodes
+from tlt.store.checkpoint import Checkpoint, latest
 
 
 def write_prompts(path: Path, *questions: str) -> None:
@@ -49,6 +51,17 @@ def test_it_repeats_the_last_evaluation_of_the_run(home: Path, capsys: pytest.Ca
     assert sorted(home.rglob("run/**/*")) == before
 
 
+def test_one_worker_evaluates_a_sharded_policy(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_several(folder: Path) -> Checkpoint:
+        found = latest(folder)
+        found.state["config"]["cluster"] |= {"workers": 2, "min_workers": 2}
+        found.state["config"]["train"]["shard"] = True
+        return found
+
+    monkeypatch.setattr("tlt.commands.training.latest", of_several)
+    assert measured(home)["prompts"] == 2
+
+
 def test_adapters_are_merged_as_in_the_run(home: Path) -> None:
     first, last = (
         json.loads((home / "adapted" / "summary.json").read_text())[f"eval_{name}"] for name in ("first", "last")
@@ -68,9 +81,10 @@ def test_adapters_of_another_model_are_refused(home: Path, capsys: pytest.Captur
 
 def test_all_prompts_of_another_file_are_evaluated_but_those_that_trained(home: Path) -> None:
     write_prompts(home / "others.jsonl", "x", "y", "z", *QUESTIONS)
-    found = measured(home, "--data", str(home / "others.jsonl"), "--eval.samples", "2")
-    assert (found["prompts"], found["data"]) == (3, str(home / "others.jsonl"))
-    assert "mean@2" in found
+    for run in ("run", "open"):
+        found = measured(home, "--data", str(home / "others.jsonl"), "--eval.samples", "2", run=run)
+        assert (found["prompts"], found["data"]) == (3, str(home / "others.jsonl"))
+        assert "mean@2" in found
 
 
 @pytest.mark.parametrize(
@@ -104,11 +118,11 @@ def place(tmp_path: Path) -> Path:
 
 def test_a_good_recipe_is_shown_and_nothing_is_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(place.rglob("*"))
-    assert checked(place) == 0
+    assert checked(place, "--reward.name=exact") == 0
     said = capsys.readouterr().out
     assert "the first prompt, as the model sees it:\ntwo and two\n" in said
-    assert "reward of a made-up response with this answer: " in said
-    assert "all checks passed: this recipe can train for" in said
+    assert "reward of a made-up response with this answer: 1\n" in said
+    assert "all checks passed: this recipe can train for 2 steps" in said
     assert sorted(place.rglob("*")) == before
 
 
@@ -158,12 +172,18 @@ def test_a_cache_too_small_for_the_longest_response_is_found(
 
 
 def test_an_environment_is_called_for_a_turn(
-    place: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    take: Any = Episodes.take
+    monkeypatch.setattr(Episodes, "take", lambda *given: take(*given[:2], 0.01))  # the reply takes longer
     (place / "own_environment.py").write_text(
+        "import time\n"
         "class Asks:\n"
         "    def reset(self, prompt):\n        return 'go'\n"
-        "    def step(self, text):\n        return text[:3] + '!', False, 0.5\n"
+        "    def step(self, text):\n        time.sleep(0.1)\n        return text[:3] + '!', False, 0.5\n"
         "class Ends(Asks):\n"
         "    def step(self, text):\n        return None, True, 0.5\n"
         "class Fails(Asks):\n"
@@ -177,5 +197,5 @@ def test_an_environment_is_called_for_a_turn(
     assert "reward of a made-up response with this answer: 0.5\n" in capsys.readouterr().out
     assert checked(place, *words[:-1], words[-1] + "Fails") == 2
     assert "has no reward (error, see above): correct the environment\n" in capsys.readouterr().err
-    assert "own_environment.py:11: TypeError" in caplog.text
+    assert "own_environment.py:13: TypeError" in caplog.text
     assert sorted(place.rglob("*")) == before

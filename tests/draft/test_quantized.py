@@ -3,7 +3,9 @@ test_losslessness.py compares its tokens with the reference's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import small
@@ -34,9 +36,12 @@ def engine_of(target: Target, drafter: QuantizedDrafter | None = None) -> Engine
     return build(target, drafter or QuantizedDrafter(target.decoder), QUANTIZED, 16)
 
 
-def test_most_draft_tokens_are_accepted_without_any_training() -> None:
+@pytest.mark.parametrize(
+    "params", [SamplingParams(1.0), SamplingParams(0.3), SamplingParams(1.0, top_k=2)], ids=["plain", "cold", "top-k"]
+)
+def test_most_draft_tokens_are_accepted_without_any_training(params: SamplingParams) -> None:
     engine = engine_of(Target())
-    small.decode(engine, REQUESTS)
+    small.decode(engine, make_requests(PROMPTS, [replace(params, max_new_tokens=40)], group=8))
     assert engine.stats.acceptance_rate["quantized"] > 0.85
     assert min(engine.drafters.calibrations["quantized"].acceptance_rates(QUANTIZED.depth)) > 0.8
 
@@ -151,6 +156,21 @@ def rounded_product(x: Tensor, weight: Tensor, levels: int) -> Tensor:
     zero = round(-low / step)
     whole = ((x / step).round() + zero).clamp(0, levels) - zero
     return (whole * step) @ ((weight / scale).round() * scale).T
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "short"),
+    [
+        ({"architecture": "x86_64", "avx2": True, "avx512_vnni": False}, True),
+        ({"architecture": "x86_64", "avx512_vnni": True, "amx_int8": False}, False),
+        ({"architecture": "aarch64"}, False),
+    ],
+)
+def test_inputs_have_7_bits_where_the_cpu_cuts_sums_off(
+    capabilities: dict[str, Any], short: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: capabilities)
+    assert needs_short_inputs() == short
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])

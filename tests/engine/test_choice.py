@@ -177,6 +177,7 @@ def test_time_that_drafts_saved_long_ago_may_not_be_lost_again() -> None:
     world = World()
     tuner = Adaptive(ARMS)
     assert play(tuner, world, 4, 1500).against_plain > 1.5
+    assert tuner.lost > -0.01 * tuner.spent, "only tries count"
     world.right = {"eagle": 0.0, "suffix": 0.0}
     play(tuner, world, 4, 1500)
     assert play(tuner, world, 4, 1000).against_plain > 0.97
@@ -284,10 +285,10 @@ def test_look_ahead_is_chosen_by_its_tokens(seconds: float, offer: int, ahead: i
     assert known([PLAIN], {1: 1.0, 5: seconds}).choose(1, 300.0, (), [offer]).ahead == ahead
 
 
-@pytest.mark.parametrize(("padded", "ahead"), [(False, 4), (True, 0)])
-def test_padding_is_computed_on_some_devices(padded: bool, ahead: int) -> None:
+@pytest.mark.parametrize(("seconds", "padded", "ahead"), [(5.0, False, 4), (9.0, False, 0), (5.0, True, 0)])
+def test_padding_is_computed_on_some_devices(seconds: float, padded: bool, ahead: int) -> None:
     """One of four rows has a chain of four: 8 tokens without padding, and 20 with it."""
-    tuner = known([PLAIN], {4: 4.0, 8: 5.0, 20: 20.0}, rows=4)
+    tuner = known([PLAIN], {4: 4.0, 8: seconds, 20: 20.0}, rows=4)
     tuner.padded = padded
     assert tuner.choose(4, 300.0, (), [4, 0, 0, 0]).ahead == ahead
 
@@ -308,6 +309,13 @@ def test_the_time_of_unscored_rounds_is_ignored() -> None:
     assert tuner.state()["seen"], "acceptance is counted all the same"
 
 
+def test_passes_of_longer_contexts_are_timed_separately() -> None:
+    tuner = known([PLAIN], {1: 1.0})
+    tuner.choose(1, 2000.0, ())
+    tuner.record(RoundResult(PLAIN, 5.0, 0.0, 1, [1], scored=True))
+    assert [tuner.choose(1, context, ()) and tuner.times.pass_seconds(1) for context in (300.0, 2000.0)] == [1.0, 5.0]
+
+
 def test_the_first_draft_is_paid_from_the_time_so_far_and_not_counted() -> None:
     """It takes 25 plain rounds, because it quantizes the model: 4 % of 625 rounds."""
     arms = strategies(["quantized"])
@@ -315,9 +323,11 @@ def test_the_first_draft_is_paid_from_the_time_so_far_and_not_counted() -> None:
     used: list[Strategy] = []
     for _ in range(640):
         used.append(arm := tuner.choose(1, 300.0, ("quantized",)))
-        seconds = 1.0 if arm == PLAIN else 1.1 if used.count(arm) > 1 else 25.0
-        tuner.record(RoundResult(arm, seconds, seconds - 1.0, arm.new, [arm.new], scored=True))
+        seconds = 0.5 if arm == PLAIN else 0.55 if used.count(arm) > 1 else 12.5
+        tuner.record(RoundResult(arm, seconds, seconds - 0.5, arm.new, [arm.new], scored=True))
     assert 625 <= next(turn for turn, arm in enumerate(used) if arm != PLAIN) < 629
+    tuner.renew("quantized", None)
+    tuner.record(RoundResult(arms[-1], 25.0, 24.0, arms[-1].new, [arms[-1].new], scored=True))
     assert max(cost for kept in tuner.times.drafts.values() for cost, _ in kept) < 0.2
     assert tuner.lost < 1
 
@@ -327,8 +337,7 @@ def test_a_try_that_may_lose_more_than_a_plain_round_waits() -> None:
     tuner = known([PLAIN, Strategy("suffix", 2)], {1: 1.0, 3: 2.0})
     tuner.seen.add("suffix", [2], [1])
     tuner.seen.unused["suffix"] = 10**4
-    for spent, tried in ((0.0, False), (300.0, True)):
-        tuner.spent = spent
+    for tuner.spent, tuner.lost, tried in ((0.0, 0.0, False), (300.0, 0.0, True), (300.0, 2.5, False)):
         assert any(tuner.choose(1, 300.0, ("suffix",)).depth for _ in range(4)) == tried
 
 
@@ -394,6 +403,8 @@ def test_rows_with_look_ahead_do_not_count_for_the_drafter() -> None:
         mixed.record(RoundResult(eagle._replace(ahead=16), 1.0, 0.1, 34, [17, 3], True, [16, 0]))
         alone.record(RoundResult(eagle, 1.0, 0.1, 10, [3], True))
     assert mixed.tokens(eagle) == pytest.approx(alone.tokens(eagle), rel=0.02)
+    assert set(alone.times.drafts) == {eagle}
+    assert not mixed.times.drafts
 
 
 def test_its_state_survives_json() -> None:
@@ -425,6 +436,7 @@ def test_a_fixed_strategy_is_always_chosen() -> None:
     fixed = Fixed(arm)
     assert fixed.choose(1, 10.0, BOTH) == fixed.choose(64, 10.0, {arm.drafter}) == arm
     assert fixed.choose(1, 10.0, ()) == PLAIN
+    assert (fixed.free_rows(3), fixed.brief_rows()) == (3, sys.maxsize)
     ahead = Fixed(arm._replace(ahead=16))
     assert ahead.choose(1, 10.0, ()) == PLAIN._replace(ahead=16), "a look-ahead needs no drafter"
     fixed.load_state(json.loads(json.dumps(fixed.state())))
@@ -497,7 +509,8 @@ def test_another_length_of_contexts_has_the_same_shape() -> None:
     times = times_of({4: 2.0, 8: 3.0})
     times.context = 1
     times.add_pass(4, 4.0)
-    assert times.pass_seconds(8) == 6.0
+    for times.context in (3, 1):
+        assert times.pass_seconds(8) == 6.0
     times.add_pass(8, 5.0)
     assert times.pass_seconds(8) == 5.0
     for times.context, seconds in ((3, 5.0), (0, 3.0)):
@@ -506,7 +519,7 @@ def test_another_length_of_contexts_has_the_same_shape() -> None:
 
 def test_the_last_32_passes_are_kept_and_a_disturbed_one_does_not_matter() -> None:
     times = times_of({4: 2.0})
-    for seconds in (9.0, 2.0):
+    for seconds in (9.0, 9.0, 2.0):
         times.add_pass(4, seconds)
     assert times.pass_seconds(4) == 2.0
     for _ in range(32):
@@ -549,5 +562,6 @@ def test_counts_lose_weight_in_the_rounds_of_their_source_and_fade_in_others() -
     assert model.rates("eagle", 1, 0.5, fading=True) == pytest.approx([(8 * kept**64 + 1) / (8 * kept**64 + 2)])
     model.add("eagle", [2] * 8, [1] * 8)
     assert model.rates("eagle", 1, 0.5) == pytest.approx([(8 * kept + 1) / (8 * kept + 10)])
-    model.renew("eagle", None)
+    for rate in (0.9, None):
+        model.renew("eagle", rate)
     assert model.rates("eagle", 1, 0.5, fading=True) == [0.5]

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -97,6 +98,19 @@ def test_a_pool_does_not_wait_for_a_call_when_it_is_closed() -> None:
     assert set(multiprocessing.active_children()) <= set(others)
 
 
+def test_an_idle_process_is_closed_and_not_killed() -> None:
+    class Idle(Stand):
+        killed = False
+
+        def kill(self) -> None:
+            self.killed = True
+
+    idle = Idle(0.0)
+    with pool_of(lambda: idle) as pool:
+        score_many(pool, 1)
+    assert (idle.killed, idle.runs) == (False, False)
+
+
 def test_a_process_works_as_soon_as_it_has_taken_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool that is closed just then kills the process."""
     found, take = list[bool](), ScorePool._take
@@ -161,7 +175,7 @@ def made_for(seconds: float, start_seconds: float, waiting: int) -> int:
 def test_a_process_starts_if_an_entry_waits_for_longer_than_a_start_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt.rewards.score_pool.MOST", 4)
     assert made_for(seconds=0.0, start_seconds=2.0, waiting=40) == 1
-    assert made_for(seconds=0.5, start_seconds=0.02, waiting=24) == 4
+    assert made_for(seconds=0.5, start_seconds=0.3, waiting=20) == 4
 
 
 def test_rewards_that_hang_wait_at_the_same_time() -> None:
@@ -223,7 +237,8 @@ def test_a_process_that_cannot_be_added_is_started_again_and_fails_no_call() -> 
     assert added.is_set()
 
 
-def test_calls_of_a_lost_process_wait_for_one_that_is_starting() -> None:
+@pytest.mark.parametrize("can_start", [True, False])
+def test_calls_of_a_lost_process_wait_for_one_that_is_starting(can_start: bool) -> None:
     starts, starting = count(1), threading.Event()
 
     class First(Stand):
@@ -236,10 +251,17 @@ def test_calls_of_a_lost_process_wait_for_one_that_is_starting() -> None:
             return First(0.0)
         starting.set()
         time.sleep(0.5)
+        if not can_start:
+            raise RewardError("no process is left")
         return Stand(0.0)
 
     with pool_of(start) as pool:
-        score_many(pool, 2)
+        if can_start:
+            score_many(pool, 2)
+            return
+        verdict = pool.submit(PROMPT, answer(""))
+        with pytest.raises(RewardError, match="no process is left"):
+            any(pool.ready([verdict], 0.1) for _ in range(200))
 
 
 def test_a_process_that_starts_while_the_pool_is_closed_ends() -> None:
@@ -267,6 +289,8 @@ def test_entries_with_one_key_go_to_one_process() -> None:
         for _ in range(3):
             verdicts = [pool.submit(PROMPT, key, key) for key in range(6)]
             assert all(pool.result(verdict).reward == 1.0 for verdict in verdicts)
+        pool.forget_keys()
+        assert not pool._homes
     assert len(taken) == 6, "each key in one process"
     assert len({stand for stand, _ in taken}) > 1
 
@@ -296,6 +320,21 @@ def test_keys_whose_process_ended_may_go_to_any_process() -> None:
         finally:
             goes_on.set()
         assert [pool.result(verdict).reward for verdict in verdicts] == [1.0, 1.0]
+
+
+def test_keys_of_a_lost_process_go_to_one_that_waits() -> None:
+    class Lost(Stand):
+        def score_all(self, asked: Any) -> list[Verdict]:
+            if asked[0][1] == "ends":
+                raise RewardError("reward x cannot start")
+            return super().score_all(asked)
+
+    with pool_of(lambda: Lost(0.0)) as pool:
+        pool.result(pool.submit(PROMPT, "begins", 0))
+        pool._serve(Stand(0.0))  # type: ignore[arg-type]
+        time.sleep(0.1)  # so that it waits for an entry
+        verdict = pool.submit(PROMPT, "ends", 0)
+        assert pool.ready([verdict], 20)
 
 
 def test_a_pool_may_be_closed_while_a_process_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,15 +369,25 @@ def test_calls_lost_together_are_repeated_one_by_one() -> None:
 
         def score_all(self, asked: Any) -> list[Verdict]:
             sizes.append(len(asked))
-            if len(sizes) > 4:
+            if len(sizes) > 5:
                 raise RewardError("asked together again")
             return [Verdict(1.0)] if len(asked) == 1 else []
 
     with pool_of(lambda: Lost(0.0)) as pool:
-        with pool._changed:  # so that its process sees all three
-            verdicts = [pool.submit(PROMPT, answer("")) for _ in range(3)]
-        assert [pool.result(verdict).reward for verdict in verdicts] == [1.0] * 3
-    assert sizes == [3, 1, 1, 1]
+        with pool._changed:  # so that its process sees all four
+            verdicts = [pool.submit(PROMPT, answer("")) for _ in range(4)]
+        assert [pool.result(verdict).reward for verdict in verdicts] == [1.0] * 4
+    assert sizes == [3, 1, 1, 1, 1]
+
+
+def test_a_verdict_is_returned_before_later_ones() -> None:
+    late: Future[Verdict] = Future()
+    timer = threading.Timer(20, late.set_result, [Verdict(0.0)])
+    timer.start()
+    with pool_of(lambda: Stand(0.0)) as pool:
+        verdict = pool.submit(PROMPT, answer(""))
+        assert pool.ready([verdict, late], 60) == {verdict}
+    timer.cancel()
 
 
 def test_async_functions_are_awaited_together() -> None:
