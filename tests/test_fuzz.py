@@ -26,7 +26,7 @@ from tlt.config import Config, ConfigError, load_config
 from tlt.store.checkpoint import CheckpointError, latest
 
 TIMES = int(os.environ.get("TLT_FUZZ", "1"))
-CASES = {"recipe": 160, "file of the recipe": 30, "data": 40, "model": 50, "checkpoint": 25}
+CASES = {"recipe": 100, "file of the recipe": 20, "data": 25, "model": 30, "checkpoint": 15}
 LONGEST = 30  # seconds of one case
 SECTIONS: dict[str, Any] = {
     "reward": {"name": "exact"},  # needs no process

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 from mutants.mutant import TESTS, Mutant
 from mutants.mutate import mutate, unmutated
 from mutants.table import MUTANTS
 
+text_of = cache(Mutant.text)
+
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_every_mutant_applies(mutant: Mutant) -> None:
-    text = mutant.text()
+    text = text_of(mutant)
     assert text != unmutated(mutant.source())
     compile(text, mutant.file, "exec")
     assert [test for test in mutant.tests.split() if not (TESTS / test).is_file()] == []
 
 
 def test_no_mutant_is_listed_twice() -> None:
-    assert [it for it, count in Counter(mutant.text() for mutant in MUTANTS).items() if count > 1] == []
+    assert [it for it, count in Counter(map(text_of, MUTANTS)).items() if count > 1] == []
 
 
 @pytest.mark.parametrize(

@@ -59,14 +59,13 @@ class Twin:
 
     def rope(self, x: Tensor, position: int) -> Tensor:
         """Return [E] in Hugging Face's order: dimension i rotates with dimension i + E/2."""
-        half = len(x) // 2
-        out = x.clone()
-        for i in range(half):
-            angle = position * float(self.inv_freq[i])
+        first, second = x.view(2, -1).tolist()  # numbers, because a loop over elements of a tensor is slow
+        turned = []
+        for a, b, frequency in zip(first, second, self.inv_freq.tolist(), strict=True):
+            angle = position * frequency
             c, s = math.cos(angle) * self.scaling, math.sin(angle) * self.scaling
-            out[i] = x[i] * c - x[i + half] * s
-            out[i + half] = x[i + half] * c + x[i] * s
-        return out
+            turned.append((a * c - b * s, b * c + a * s))
+        return torch.tensor(turned, dtype=torch.float64).T.reshape(-1)
 
     def fused(self, features: Tensor) -> Tensor:
         """Return g [D] from [F] = [h_low; h_mid; h_high; last] or [last]."""

@@ -35,7 +35,7 @@ from tlt.spot.schedule import RULE, Evaluation, Schedule, SpotReport
 from tlt.spot.spot import SpotTrainer
 from tlt.trace import Tracer
 
-SHORT, LONG = (3, 40, 8), (4, 40, 8)
+SHORT, LONG = (3, 40, 5), (4, 40, 6)
 """prompts a step, tokens a response, steps; a long run has enough training data in each rollout, and publishes more"""
 
 

@@ -134,12 +134,15 @@ def check_as_twin(model: Model, log: dict[Place, Round], listed: Sequence[int] =
         features = model.features(context, got.layer.options.taps)[:-1]  # the root has not been through the target
         start = max(0, len(context) - 1 - window)
         entries = twin.true_entries(features[start:], context[start + 1 :], start)
+        whole = max(got.distributions, key=len)
+        outputs = twin.chain(entries, whole) if entries else []
         for path, distribution in got.distributions.items():
             inside = distribution.isfinite()
             if not entries:
                 assert not inside.any(), "there is nothing to draft from"
                 continue
-            logits = twin.logits(twin.chain(entries, path)[-1]) / (got.request.sampling.temperature or 1.0)
+            assert path == whole[: len(path)], "a draft is a chain"
+            logits = twin.logits(outputs[len(path)]) / (got.request.sampling.temperature or 1.0)
             logits = logits[list(listed)]
             want = torch.log_softmax(logits[inside], 0)  # among what top-k and top-p leave
             assert torch.allclose(distribution[inside], want, rtol=1e-7, atol=1e-7), (where, path)

@@ -26,8 +26,8 @@ SHAPE = {"vocab_size": 50, "hidden_size": 32, "head_dim": 8, "intermediate_size"
 SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 STRATEGIES = {
     "plain": PLAIN,
-    "suffix": Strategy("suffix", 4),
-    "eagle": Strategy("eagle", 5),
+    "suffix": Strategy("suffix", 2),
+    "eagle": Strategy("eagle", 3),
 }
 SAMPLINGS = (
     SamplingParams(),

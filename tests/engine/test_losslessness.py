@@ -93,7 +93,7 @@ SPECULATIONS = {
 }
 
 
-SHORT = {"float32", "learned", "suffix"}  # the others are slow
+SHORT = {"float32", "learned"}  # the others are slow
 
 
 @pytest.mark.usefixtures("narrow_ring")

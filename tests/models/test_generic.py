@@ -33,11 +33,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("aria_text", torch.float64),
         ("cohere", torch.float64),
-        ("gemma3_text", torch.float64),
         ("gpt2", torch.float32),
         ("mixtral", torch.float32),
+        pytest.param("aria_text", torch.float64, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", torch.float64, marks=pytest.mark.slow),  # below with the smallest window
         pytest.param("granite", torch.float32, marks=pytest.mark.slow),
     ],
 )

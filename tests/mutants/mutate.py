@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import NamedTuple
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -255,6 +256,7 @@ def mutate(source: str, function: str, operator: str, site: int) -> str:
     return ast.unparse(ast.fix_missing_locations(module))
 
 
+@cache
 def unmutated(source: str) -> str:
     """Return the module as `mutate` formats it, without a change."""
     return ast.unparse(ast.parse(source))
