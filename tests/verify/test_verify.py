@@ -64,8 +64,9 @@ Verified = Callable[..., tuple[bool, dict[str, Any]]]
 
 
 @pytest.fixture
-def verified(home: Path, tmp_path: Path) -> Verified:
-    """Return `check` for the smallest recipe with changed sections."""
+def verified(home: Path, tmp_path: Path, monkeypatch: Patch) -> Verified:
+    """Return `check` for the smallest recipe with changed sections. The oracle checks use one distribution."""
+    monkeypatch.setattr(oracle, "_DISTRIBUTIONS", oracle._DISTRIBUTIONS[-1:])
 
     def run(dtype: str = "float64", steps: int = 1, **sections: dict[str, Any]) -> tuple[bool, dict[str, Any]]:
         return check(small(home, **sections), tmp_path, dtype, steps)
