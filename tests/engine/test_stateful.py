@@ -194,7 +194,7 @@ class Engines(RuleBasedStateMachine):
 
 
 TestEngines = Engines.TestCase
-TestEngines.settings = settings(max_examples=int(os.environ.get("TLT_STATEFUL_EXAMPLES", "20")), stateful_step_count=30)
+TestEngines.settings = settings(max_examples=int(os.environ.get("TLT_STATEFUL_EXAMPLES", "30")), stateful_step_count=30)
 
 
 @pytest.fixture(autouse=True, scope="module")
