@@ -324,7 +324,7 @@ class IdleWork:
         elif done.method == "look_ahead":
             self.ahead.add_slice(done.worker, done.result)
         elif done.method == "decode" and self._on_one_machine:
-            others_work = bool(self.supervisor.calls.workers_in(("look_ahead", *METHODS)))
+            others_work = bool(self.supervisor.calls.workers_in(BREAKABLE))
             self.crowding.decoded(done.result.seconds, done.result.waited, others_work)
         self.training.handle_result(done)
 
