@@ -32,13 +32,15 @@ REAL ?= .models/smollm2
 real: all
 	$(BIN)/python bench/real_model.py $(REAL)
 
-# Two processes of one thread each: the models are tiny, and threads that wait for a busy core make them many times slower.
+# Four processes, for two cores: tests wait for processes that they start. Each has one thread: the models are tiny, and threads that wait
+# for a busy core make them many times slower.
+JOBS ?= 4
 test: all
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not slow" --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not gpu and not slow" --durations 10
 
 # What make test leaves out: rare faults of runs on real processes, long samples, further parameters. Run it before a release.
 test-slow: all
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu" --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "slow and not gpu" --durations 10
 
 # vLLM's build for CPUs in an environment of its own, as it wants other versions of some packages; 3.5 GB, three minutes.
 VLLM := .venv-vllm/bin

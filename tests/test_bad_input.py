@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -240,7 +241,7 @@ def fresh(sound: Path, home: Path) -> Path:
 
 def sentence(home: Path, words: str, capsys: pytest.CaptureFixture[str]) -> str:
     options = words.replace("HOME", str(home)).replace("DEEP", DEEP).split()
-    with pytest.raises(SystemExit) as exit_:
+    with patch("tlt.progress._QUIET", 600.0), pytest.raises(SystemExit) as exit_:  # no progress on a busy machine
         main(["train", str(home / "recipe.toml"), *options])
     lines = capsys.readouterr().err.splitlines()
     said = [line for line in lines if line and "it/s]" not in line]  # bars of transformers
