@@ -203,7 +203,7 @@ def test_a_hostile_drafter_changes_no_token(drafter: str) -> None:
     assert engine.stats.drafter_failures == 0
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(
     drafter=st.sampled_from(["good", "blind_sparse", "suffix"]),
     depth=st.integers(1, 7),
