@@ -32,9 +32,9 @@ REAL ?= .models/smollm2
 real: all
 	$(BIN)/python bench/real_model.py $(REAL)
 
-# Four processes, for two cores: tests wait for processes that they start. Each has one thread: the models are tiny, and threads that wait
+# Three processes, for two cores: tests wait for processes that they start. Each has one thread: the models are tiny, and threads that wait
 # for a busy core make them many times slower.
-JOBS ?= 4
+JOBS ?= 3
 test: all
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not gpu and not slow" --durations 10
 

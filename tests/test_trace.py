@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
-from itertools import combinations, pairwise
+from itertools import combinations, count, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,19 +54,18 @@ def test_a_clock_set_back_and_a_block_that_raises_leave_whole_spans() -> None:
     assert [(s.name, s.facts) for s in tracer.drain()] == [("update", {})]
 
 
-def test_states_cover_the_whole_time_across_drains() -> None:
-    tracer = Tracer()
-    start = time.time()
-    spans = []
+def test_states_cover_the_whole_time_across_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = count(1.0)  # a second between two looks at the clock
+    monkeypatch.setattr("tlt.trace.time", SimpleNamespace(time=lambda: next(times)))
+    tracer, spans = Tracer(), []
     for state in (IDLE, ROLLOUT, ROLLOUT, SPOT, UPDATE, IDLE):
         tracer.enter(state)
-        time.sleep(0.002)
         spans += tracer.drain() if state == SPOT else []
     spans += tracer.drain()
-    assert sum(seconds_by_state(spans).values()) == pytest.approx(time.time() - start, abs=1e-3)
+    assert sum(seconds_by_state(spans).values()) == next(times) - 2.0, "from the first look to the last"
     assert all(before.end == after.start for before, after in pairwise(spans))
     assert [s.name for s in spans] == [IDLE, ROLLOUT, SPOT, SPOT, UPDATE, IDLE]
-    assert seconds_by_state(spans)[ROLLOUT] >= 0.004
+    assert seconds_by_state(spans)[ROLLOUT] == 1.0
 
 
 SPANS = [Span("plain", 1.0, 2.0, {"tokens": 5}), Span(ROLLOUT, 1.0, 2.5, {})]

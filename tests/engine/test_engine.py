@@ -78,14 +78,14 @@ def test_a_rollout_without_drafts_has_no_seconds_of_drafting(monkeypatch: pytest
     prepare = one.open_round
 
     def slow(strategy: Strategy) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.05)
         return prepare(strategy)
 
     monkeypatch.setattr(one, "open_round", slow)
     decode(one, [request(max_new_tokens=5)])
     assert one.stats.rounds == 5
-    assert one.stats.seconds["draft"] < 0.02
-    assert one.stats.seconds["verify"] >= 5 * 0.02
+    assert one.stats.seconds["draft"] < 0.05
+    assert one.stats.seconds["verify"] >= 5 * 0.05
 
 
 def test_the_text_begins_with_the_prefill_but_the_tokens_do_not() -> None:
