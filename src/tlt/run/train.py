@@ -63,7 +63,7 @@ def check(config: Config, display: Display) -> None:
         shown = tokenizer.decode(prompt.token_ids)
         display.note(f"the first prompt, as the model sees it:\n{shown}")
         display.note(f"its right answer: {prompt.ground_truth}")
-        # both of their own, as those of the run write reward.log
+        # with a reward and an environment apart from those of the run, which write reward.log
         with closing(make_reward(config, run.parts.prompts)) as reward, closing(make_turns(config, tokenizer)) as turns:
             display.note(_trial(reward, turns, Request(prompt, 0, 0, 0, run.parts.sampling), config, tokenizer))
         display.note(f"all checks passed: this recipe can train for {counted(config.train.steps, 'step')}")
