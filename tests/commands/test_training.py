@@ -121,7 +121,7 @@ def test_a_good_recipe_is_shown_and_nothing_is_written(place: Path, capsys: pyte
     assert checked(place, "--reward.name=exact") == 0
     said = capsys.readouterr().out
     assert "the first prompt, as the model sees it:\ntwo and two\n" in said
-    assert "reward of a made-up response with this answer: 1\n" in said
+    assert "reward of the made-up response 't': 1\n" in said
     assert "all checks passed: this recipe can train for 2 steps" in said
     assert sorted(place.rglob("*")) == before
 
@@ -192,9 +192,9 @@ def test_an_environment_is_called_for_a_turn(
     before = sorted(place.rglob("*"))
     words = ["--reward.name=reasoning_gym", f"--reward.folder={place}", "--reward.environment=own_environment:"]
     assert checked(place, *words[:-1], words[-1] + "Asks") == 0
-    assert "the environment's reply to a made-up turn with this answer:\n" in capsys.readouterr().out
+    assert "the environment's reply to the made-up turn 't':\nt!\n" in capsys.readouterr().out
     assert checked(place, *words[:-1], words[-1] + "Ends") == 0
-    assert "reward of a made-up response with this answer: 0.5\n" in capsys.readouterr().out
+    assert "reward of the made-up response 't': 0.5\n" in capsys.readouterr().out
     assert checked(place, *words[:-1], words[-1] + "Fails") == 2
     assert "has no reward (error, see above): correct the environment\n" in capsys.readouterr().err
     assert "own_environment.py:13: TypeError" in caplog.text

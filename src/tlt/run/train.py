@@ -82,14 +82,14 @@ def _trial(reward: Reward, turns: Turns, request: Request, config: Config, token
     while not finished and not going_on:
         finished, going_on = turns.take([], 1.0)
     if going_on:
-        return f"the environment's reply to a made-up turn with this answer:\n{going_on[0].replies[-1].text}"
+        return f"the environment's reply to the made-up turn {response.text!r}:\n{going_on[0].replies[-1].text}"
     reward(finished)
     if response.reward is None:
         raise RewardError(
             f"a made-up response {response.text!r} has no reward ({response.outcome}, see above): correct the "
             f"{'environment' if config.reward.environment else 'reward function'}"
         )
-    return f"reward of a made-up response with this answer: {response.reward:g}"
+    return f"reward of the made-up response {response.text!r}: {response.reward:g}"
 
 
 def _saved_whatever_happens(run: Run, resume: bool, stop: StopRequest) -> dict[str, Any]:
